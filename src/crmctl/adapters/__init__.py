@@ -1,0 +1,1 @@
+"""What crmctl talks to: PostgreSQL, and later Kafka, portals, identity."""

@@ -1,0 +1,1 @@
+"""The face: parses, calls a job, renders. No SQL, no Kafka."""

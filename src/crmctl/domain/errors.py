@@ -1,0 +1,68 @@
+"""Every failure that crmctl explains. One tree; a class is a kind of failure, its docstring says when.
+
+A message says what happened, to which id, and what to do next. The exit code of each class is in
+`cli/exits.py` and in no other place.
+"""
+
+from typing import ClassVar
+
+
+class CrmctlError(Exception):
+    """A failure with a stable code and a message for the person who ran the command.
+
+    `hint` is the next step, `details` are extra fields for the JSON error document (JSON scalars only).
+    """
+
+    code: ClassVar[str] = "CRMCTL_ERROR"
+
+    def __init__(self, message: str, *, hint: str | None = None, **details: str | int | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details
+
+
+class UsageError(CrmctlError):
+    """The command line asks for something that makes no sense; nothing was started."""
+
+    code = "CRMCTL_USAGE"
+
+
+class ConfigurationError(CrmctlError):
+    """Settings are missing or wrong, or the server is not set up for this command."""
+
+    code = "CRMCTL_CONFIGURATION"
+
+
+class SchemaError(ConfigurationError):
+    """The database's schema does not fit this version of crmctl."""
+
+    code = "CRMCTL_SCHEMA"
+
+
+class UnavailableError(CrmctlError):
+    """A server that crmctl needs cannot be reached, or the connection to it was lost."""
+
+    code = "CRMCTL_UNAVAILABLE"
+
+
+class TryAgainError(CrmctlError):
+    """Nothing is wrong that time will not mend: locks, serialization retries spent, a standby."""
+
+    code = "CRMCTL_TRY_AGAIN"
+
+
+class BookingNotFoundError(CrmctlError):
+    """No booking has that id."""
+
+    code = "CRM_BOOKING_NOT_FOUND"
+
+
+class InterruptedRunError(CrmctlError):
+    """SIGINT or SIGTERM arrived; the open transaction was rolled back."""
+
+    code = "CRMCTL_INTERRUPTED"
+
+    def __init__(self, message: str, *, signum: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint, signal=signum)
+        self.signum = signum

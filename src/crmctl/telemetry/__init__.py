@@ -1,0 +1,1 @@
+"""Logs; later metrics and traces."""
