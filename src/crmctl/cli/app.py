@@ -1,0 +1,40 @@
+"""The command tree. Modules under cli/ import nothing heavy at their top, so that --help is fast."""
+
+from typing import Annotated
+
+import typer
+
+from crmctl import __version__
+from crmctl.cli import bookings, db, dev
+
+app = typer.Typer(
+    name="crmctl",
+    help="Batch operations of the CRM: one subcommand is one idempotent transaction.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bookings.app, name="bookings")
+app.add_typer(db.app, name="db")
+app.add_typer(dev.app, name="dev")
+app.command("demo")(dev.demo)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"crmctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Batch operations of the CRM: one subcommand is one idempotent transaction.
+
+    Exit codes: 0 done, 2 usage, 3 rows need a person (--strict), 10 not found, 69 unreachable, 74 output not
+    written, 75 try again later, 78 configuration, 130/143 interrupted.
+    """

@@ -1,0 +1,55 @@
+"""The options that several commands share, and the parsers of their values. Nothing heavy is imported here."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Annotated, TypeVar
+from uuid import UUID
+
+import typer
+
+from crmctl.cli.output import Format
+from crmctl.domain.times import parse_duration, parse_instant
+
+T = TypeVar("T")
+
+
+def _parser(parse: Callable[[str], T]) -> Callable[[str | T], T]:
+    def checked(value: str | T) -> T:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return checked
+
+
+Output = Annotated[Format, typer.Option("--output", "-o", help="How to print the result.")]
+Tenant = Annotated[UUID | None, typer.Option("--tenant", metavar="ID", help="Only this tenant (DeveloperCompanyId).")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Do the same work in one transaction and roll it back. It holds its row locks until then.",
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit 3 when some rows need a person.")]
+AsOf = Annotated[
+    datetime | None,
+    typer.Option(
+        "--as-of",
+        metavar="TIMESTAMP",
+        parser=_parser(parse_instant),
+        help="Decide as of this RFC 3339 time, which needs an offset. Default: PostgreSQL's now.",
+    ),
+]
+TimeBudget = Annotated[
+    timedelta,
+    typer.Option(
+        "--time-budget",
+        metavar="DURATION",
+        parser=_parser(parse_duration),
+        help="Start no more work after this long.",
+    ),
+]

@@ -1,0 +1,121 @@
+"""What reaches the terminal: the result on stdout, once, as a table or as one JSON document.
+
+Data is printed as it is: no markup is read out of it, nothing is wrapped, and a stdout that cannot show a
+character gets its escape instead of a crash.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, TextIO
+
+
+class Format(StrEnum):
+    """The values of `-o`."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+class OutputError(Exception):
+    """The result could not be written to stdout; whatever the command committed stays committed."""
+
+
+def prepare_streams() -> None:
+    """Make both streams write any text, whatever the locale's encoding is."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write_json(document: object) -> None:
+    """Write one JSON document and a line feed."""
+    import orjson
+
+    # ASCII-only where stdout is: \uXXXX is JSON, a backslashreplace escape beyond the BMP is not.
+    data = orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2).decode()
+    if not _is_utf8(sys.stdout):
+        import json
+
+        data = json.dumps(json.loads(data), indent=2, ensure_ascii=True)
+    write(data + "\n")
+
+
+def write(text: str) -> None:
+    """Write text to stdout and flush it.
+
+    A reader that has gone away (`| head -1`) is no error; a full disk or a closed stdout raises OutputError.
+    """
+    if sys.stdout is None:
+        raise OutputError("stdout is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+    except OSError as error:
+        _abandon_stdout()
+        raise OutputError(error.strerror or "write failed") from None
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lay rows out under their column names, each column as wide as its widest cell."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for column in columns:
+        grid.add_column(Text(column.upper()), no_wrap=True, overflow="ignore")
+    for row in rows:
+        grid.add_row(*(Text(cell(value)) for value in row))
+    return _render(grid)
+
+
+def fields(pairs: Mapping[str, object]) -> str:
+    """Lay name and value pairs out, one a line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(2):
+        grid.add_column(no_wrap=True, overflow="ignore")
+    for name, value in pairs.items():
+        grid.add_row(Text(name), Text(cell(value)))
+    return _render(grid)
+
+
+def cell(value: object) -> str:
+    """One value as a person reads it, on one line."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        import json
+
+        return json.dumps(value, ensure_ascii=False)
+    return " ".join(str(value).splitlines())
+
+
+def _render(grid: Any) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    buffer = StringIO()
+    Console(file=buffer, width=100_000, color_system=None, highlight=False, markup=False, emoji=False).print(grid)
+    return "".join(line.rstrip() + "\n" for line in buffer.getvalue().splitlines())
+
+
+def _is_utf8(stream: TextIO | None) -> bool:
+    return stream is not None and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def _abandon_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail a second time."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)

@@ -1,0 +1,357 @@
+"""The one wrapper around every command: settings, signals, transaction, job, commit, report, exit code.
+
+A job never commits, prints or catches a signal; it is given an open transaction and the progress so far, and
+returns the progress after it. Here that work is committed together with its `job_runs` row, retried as a
+whole on a serialization failure or a deadlock, and reported once.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final, Generic, NoReturn, TypeVar
+from uuid import UUID, uuid4
+
+import psycopg
+import typer
+from psycopg.types.json import Jsonb
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from crmctl import __version__
+from crmctl import settings as settings_module
+from crmctl.adapters import postgres
+from crmctl.adapters.postgres import Database, Transaction
+from crmctl.cli import output
+from crmctl.cli.exits import Exit, exit_code
+from crmctl.cli.signals import Interrupts
+from crmctl.domain.errors import ConfigurationError, CrmctlError, InterruptedRunError
+from crmctl.jobs.job import Budget, Job, Progress, Run
+from crmctl.settings import Settings
+from crmctl.sql import load
+from crmctl.telemetry import logs
+
+O = TypeVar("O")  # noqa: E741
+P = TypeVar("P", bound=Progress)
+_FAILURE_RECORD_TIMEOUT: Final = timedelta(seconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a command's result is shown: the format, and the table that people get."""
+
+    format: output.Format
+    render: Callable[[Mapping[str, Any]], str]
+    strict: bool = False
+
+
+def run_job(
+    job: Job[O, P],
+    options: O,
+    view: View,
+    *,
+    as_of: datetime | None,
+    drain: bool,
+    time_budget: timedelta,
+    dry_run: bool,
+) -> NoReturn:
+    """Run a job's batches, one transaction each, print its result and exit with its code."""
+    command = Command(view.format)
+    with command:
+        run = Run(uuid4(), _traceparent(), Budget(time_budget))
+        command.bind(job=job.name, run_id=str(run.id), dry_run=dry_run or None)
+        runner = _Runner(command, job, options, run, as_of)
+        if dry_run:
+            runner.preview(drain=drain)
+        else:
+            runner.commit_batches(drain=drain)
+        progress = runner.progress
+        document = {"job": job.name, "run_id": run.id, "dry_run": dry_run, **progress.document()}
+        document["duration_ms"] = command.elapsed_ms
+        command.log.info("run finished", **progress.counts(), duration_ms=command.elapsed_ms)
+        command.report(document, view.render)
+        command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
+
+
+def run_query(name: str, query: Callable[[Transaction], Mapping[str, Any]], view: View) -> NoReturn:
+    """Run a read-only query in one transaction, print what it returns and exit."""
+    command = Command(view.format)
+    with command:
+        database = command.database(f"crmctl {name}")
+        document = query(database.begin(read_only=True))
+        database.rollback()
+        command.report(document, view.render)
+        command.exit(Exit.OK)
+
+
+class Command:
+    """One command line from its start to its exit code, and the place where every failure is explained."""
+
+    def __init__(self, form: output.Format) -> None:
+        self._format = form
+        self._started = time.monotonic()
+        self._settings: Settings | None = None
+        self._database: Database | None = None
+        self.interrupts = Interrupts()
+        self.log: logs.Log = logs.configure(level="info", form="auto")
+        self.committed: Mapping[str, object] | None = None
+
+    def __enter__(self) -> "Command":
+        self.interrupts.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        with self.interrupts.deferred():
+            if self._database is not None:
+                self._database.close()
+            if error is not None and not isinstance(error, typer.Exit):
+                self._fail(error)
+
+    @property
+    def elapsed_ms(self) -> int:
+        """Milliseconds since the command started."""
+        return round((time.monotonic() - self._started) * 1000)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, read on first use."""
+        if self._settings is None:
+            self._settings, dev_file = settings_module.load()
+            self.log = logs.configure(level=self._settings.log_level, form=self._settings.log_format)
+            if dev_file is not None:
+                self.log.warning("using the embedded development environment", file=str(dev_file))
+        return self._settings
+
+    def bind(self, **values: object) -> None:
+        """Add fields to every further log line of this command."""
+        _ = self.settings
+        self.log = self.log.bind(**{name: value for name, value in values.items() if value is not None})
+
+    def dsn(self, settings: Settings | None = None) -> str:
+        """The configured database, or that of other settings. Raises ConfigurationError where there is none."""
+        url = (settings or self.settings).database_url
+        if url is None:
+            raise ConfigurationError(
+                "no database is configured",
+                hint="set CRMCTL_DATABASE_URL, or start a local one with: crmctl dev up",
+            )
+        return url.get_secret_value()
+
+    def database(self, application_name: str, **guards: timedelta) -> Database:
+        """The command's database connection, with other guards than the configured ones where given."""
+        limits = self.settings.database.model_copy(update=guards)
+        self._database = Database(self.dsn(), limits, application_name=application_name)
+        return self._database
+
+    def report(self, document: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> None:
+        """Print the result; from here on a signal can no longer change it."""
+        with self.interrupts.deferred():
+            if self._format is output.Format.JSON:
+                output.write_json(document)
+            else:
+                output.write(render(document))
+
+    def exit(self, code: int) -> NoReturn:
+        """Leave with a code."""
+        raise typer.Exit(int(code))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Turn whatever ended the command into a CrmctlError, or return it as it is where it can only be a bug.
+
+        Once a signal has arrived, what follows from it (a lost connection, a failed rollback) is that signal.
+        """
+        if (signum := self.interrupts.pending) is not None:
+            name = signal.Signals(signum).name
+            return InterruptedRunError(f"{name} arrived: the open transaction was rolled back", signum=signum)
+        if isinstance(error, psycopg.Error):
+            return postgres.translate(error)
+        return error
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Explain a failure on stderr, as the JSON document on stdout where that was asked for, and exit."""
+        if isinstance(error, output.OutputError):
+            self.log.error("the result could not be written; what was committed stays", reason=str(error))
+            raise typer.Exit(int(Exit.OUTPUT_FAILED))
+        failure = self.explain(error)
+        code = exit_code(failure)
+        if not isinstance(failure, CrmctlError):
+            frames = [f"{f.name} ({f.filename}:{f.lineno})" for f in traceback.extract_tb(error.__traceback__)]
+            self.log.error("unexpected error: this is a bug", error_type=type(error).__name__, frames=frames)
+            message = postgres.describe(error) if isinstance(error, psycopg.Error) else type(error).__name__
+            failure = CrmctlError(f"unexpected error ({message})", hint="report it with the log line above")
+        self.log.error("run failed", error_code=failure.code, reason=failure.message, hint=failure.hint)
+        if self._format is output.Format.JSON:
+            body = {"code": failure.code, "message": failure.message, "hint": failure.hint, "exit_code": code}
+            document: dict[str, object] = {"error": {**body, **failure.details}}
+            if self.committed is not None:
+                document["committed"] = self.committed
+            try:
+                output.write_json(document)
+            except output.OutputError as unwritten:
+                self.log.error("the error document could not be written", reason=str(unwritten))
+        raise typer.Exit(code)
+
+
+class _Runner(Generic[O, P]):
+    """The transactions of one run."""
+
+    def __init__(self, command: Command, job: Job[O, P], options: O, run: Run, as_of: datetime | None) -> None:
+        self._command = command
+        self._job = job
+        self._options = options
+        self._run = run
+        self._as_of = as_of
+        self._database = command.database(f"crmctl {job.name}")
+        self._retrying = Retrying(
+            retry=retry_if_exception(_may_succeed_again),
+            stop=stop_after_attempt(command.settings.database.transaction_attempts),
+            wait=wait_random_exponential(multiplier=0.05, max=2),
+            before_sleep=self._before_retry,
+            reraise=True,
+        )
+        self._batches = 0
+        self._warned: set[str] = set()
+        self._started_at: datetime | None = None
+        self.progress: P = job.start(options)
+
+    def commit_batches(self, *, drain: bool) -> None:
+        """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
+        try:
+            while True:
+                self._retrying(self._commit_batch)
+                self._command.interrupts.check()
+                if not drain or not self.progress.more or self._run.budget.spent:
+                    return
+        except BaseException as error:
+            if self._batches:
+                self._command.committed = {"batches": self._batches, **self.progress.counts()}
+                self._command.log.info("committed before the failure", batches=self._batches, **self.progress.counts())
+            self._record_failure(error)
+            raise
+
+    def preview(self, *, drain: bool) -> None:
+        """Do the same work in one transaction and roll it back."""
+
+        def attempt() -> P:
+            progress = self.progress
+            try:
+                tx = self._begin()
+                while True:
+                    progress = self._job.batch(tx, self._run, self._options, progress)
+                    if not drain or not progress.more or self._run.budget.spent:
+                        return progress
+            finally:
+                self._database.rollback()
+
+        self.progress = self._retrying(attempt)
+
+    def _commit_batch(self) -> None:
+        before = self.progress
+        try:
+            tx = self._begin()
+            after = self._job.batch(tx, self._run, self._options, before)
+            if after.counts() != before.counts():
+                self._record(tx, before, after)
+        except BaseException:
+            self._rollback()
+            raise
+        with self._command.interrupts.deferred():
+            try:
+                self._database.commit()
+            except psycopg.Error as error:
+                self._rollback()
+                raise _explain_commit(error, self._run.id) from None
+            self._batches += 1
+            self.progress = after
+            self._job.log(self._command.log, before, after)
+
+    def _begin(self) -> Transaction:
+        tx = self._database.begin()
+        self._started_at = tx.now
+        for warning in set(self._database.warnings) - self._warned:
+            self._warned.add(warning)
+            self._command.log.warning(warning)
+        return tx
+
+    def _rollback(self) -> None:
+        try:
+            self._database.rollback()
+        except psycopg.Error:
+            self._database.close()
+
+    def _record(self, tx: Transaction, before: P, after: P) -> None:
+        earlier = before.counts()
+        counts = {name: value - earlier.get(name, 0) for name, value in after.counts().items()}
+        tx.execute(_RUNS["record_batch"], {**self._identity(self._as_of or tx.now), "counts": Jsonb(counts)})
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
+        failure = self._command.explain(error)
+        if self._started_at is None or isinstance(error, typer.Exit):
+            return
+        guards = {"statement_timeout": _FAILURE_RECORD_TIMEOUT, "lock_timeout": _FAILURE_RECORD_TIMEOUT}
+        try:
+            with self._command.interrupts.deferred():
+                self._database.close()
+                database = self._command.database(
+                    f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
+                )
+                database.begin().execute(
+                    _RUNS["record_failure"],
+                    {
+                        **self._identity(self._as_of or self._started_at),
+                        "started_at": self._started_at,
+                        "error_code": failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
+                        "error": failure.message if isinstance(failure, CrmctlError) else None,
+                    },
+                )
+                database.commit()
+        except (psycopg.Error, CrmctlError) as reason:
+            self._command.log.debug("the failure could not be recorded", reason=type(reason).__name__)
+
+    def _identity(self, as_of: datetime) -> dict[str, object]:
+        return {
+            "run_id": self._run.id,
+            "batch": self._batches + 1,
+            "job": self._job.name,
+            "actor": self._job.actor,
+            "as_of": as_of,
+            "version": __version__,
+            "host": socket.gethostname(),
+        }
+
+    def _before_retry(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        reason = postgres.describe(error) if isinstance(error, psycopg.Error) else None
+        self._command.log.warning("retrying the transaction", attempt=state.attempt_number, reason=reason)
+
+
+_RUNS: Final = load("job_runs")
+
+
+def _may_succeed_again(error: BaseException) -> bool:
+    return isinstance(error, psycopg.Error) and error.sqlstate in postgres.RETRYABLE
+
+
+def _explain_commit(error: psycopg.Error, run_id: UUID) -> Exception:
+    """A connection lost during COMMIT leaves the outcome unknown; anything else was a rollback."""
+    failure = postgres.translate(error)
+    if isinstance(failure, CrmctlError) and error.sqlstate is None:
+        return type(failure)(
+            f"the connection was lost during the commit of run {run_id}: it may or may not have been kept",
+            hint="running it again is safe in both cases",
+        )
+    return error
+
+
+def _traceparent() -> str:
+    """The W3C context of this run: a child of `TRACEPARENT` where the caller set one, else a new trace."""
+    parts = os.environ.get("TRACEPARENT", "").split("-")
+    trace_id, flags = secrets.token_hex(16), "00"
+    if len(parts) == 4 and len(parts[1]) == 32 and set(parts[1]) <= set("0123456789abcdef") and int(parts[1], 16):
+        trace_id, flags = parts[1], parts[3]
+    return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"

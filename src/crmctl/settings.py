@@ -1,0 +1,168 @@
+"""Settings: environment over secret files over crmctl.toml over the embedded environment's address.
+
+Every name is `CRMCTL_…` in the environment, nested with `__`; the same name in lower case, without the
+prefix, in crmctl.toml. A secret may come from a file: `CRMCTL_DATABASE_URL_FILE=/path`, or a file called
+`crmctl_database_url` (any case) in `/run/secrets` (`CRMCTL_SECRETS_DIR`).
+"""
+
+import os
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from crmctl.domain.errors import ConfigurationError
+from crmctl.domain.times import parse_duration
+
+_PREFIX: Final = "CRMCTL_"
+_DEV_FILE: Final = Path(".crmctl") / "dev.toml"
+
+
+def _duration(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+Duration = Annotated[timedelta, BeforeValidator(_duration), Field(gt=timedelta(0))]
+
+
+class DatabaseSettings(BaseModel):
+    """The guards of every session, and how patient a run is."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    connect_timeout: Duration = timedelta(seconds=10)
+    statement_timeout: Duration = timedelta(seconds=30)
+    lock_timeout: Duration = timedelta(seconds=5)
+    idle_in_transaction_timeout: Duration = timedelta(seconds=30)
+    transaction_attempts: int = Field(default=5, ge=1, le=100)
+
+
+class Settings(BaseSettings):
+    """Everything that crmctl can be told outside its command line."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        extra="ignore",
+        hide_input_in_errors=True,
+    )
+
+    database_url: SecretStr | None = None
+    database: DatabaseSettings = DatabaseSettings()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "json", "text"] = "auto"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment first, then secret files; `load` passes the TOML file as the initial values."""
+        return env_settings, _SecretFiles(settings_cls), init_settings
+
+
+class _SecretFiles(PydanticBaseSettingsSource):
+    """Values from `CRMCTL_…_FILE` and from the secrets directory, the former first."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        directory = Path(os.environ.get("CRMCTL_SECRETS_DIR", "/run/secrets"))
+        if directory.is_dir():
+            for file in sorted(directory.iterdir()):
+                if file.name.upper().startswith(_PREFIX) and file.is_file():
+                    _nest(values, file.name.upper(), _read_secret(file))
+        for name, path in os.environ.items():
+            if name.startswith(_PREFIX) and name.endswith("_FILE") and path:
+                _nest(values, name.removesuffix("_FILE"), _read_secret(Path(path), name))
+        return values
+
+
+def _read_secret(file: Path, variable: str | None = None) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigurationError(
+            f"cannot read the secret file {file}: {reason}",
+            hint=f"{variable} names it" if variable else "it lies in CRMCTL_SECRETS_DIR",
+        ) from None
+
+
+def _nest(values: dict[str, Any], name: str, value: str) -> None:
+    *parents, leaf = name.removeprefix(_PREFIX).lower().split("__")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+    values[leaf] = value
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # The parser's own text can quote the line, and the line can hold a password.
+        raise ConfigurationError(f"{file} is not valid TOML ({type(error).__name__})") from None
+
+
+def _config_values() -> dict[str, Any]:
+    named = os.environ.get("CRMCTL_CONFIG")
+    file = Path(named or "crmctl.toml")
+    if not named and not file.is_file():
+        return {}
+    values = _read_toml(file)
+    unknown = sorted(values.keys() - Settings.model_fields.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"{file} has unknown settings: {', '.join(unknown)}",
+            hint="docs/configuration.md lists all of them",
+        )
+    return values
+
+
+def _build(values: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        name = "__".join(str(part) for part in first["loc"]).upper()
+        raise ConfigurationError(f"setting {_PREFIX}{name} is wrong: {first['msg']}") from None
+
+
+def _find_dev_file() -> Path | None:
+    here = Path.cwd()
+    return next((d / _DEV_FILE for d in (here, *here.parents) if (d / _DEV_FILE).is_file()), None)
+
+
+def load() -> tuple[Settings, Path | None]:
+    """Read the settings once, at the start of a run.
+
+    Returns them with the path of the embedded environment's file where that supplied the database, which it
+    does only if nothing else configures one. Raises ConfigurationError; its text never holds a value.
+    """
+    values = _config_values()
+    settings = _build(values)
+    if settings.database_url is None and (dev_file := _find_dev_file()) is not None:
+        return _build(_read_toml(dev_file) | values), dev_file
+    return settings, None
+
+
+def load_embedded() -> Settings:
+    """Read the settings of the embedded environment, whatever else is configured. Raises ConfigurationError."""
+    dev_file = _find_dev_file()
+    if dev_file is None:
+        raise ConfigurationError("no embedded environment runs here", hint="start one with: crmctl dev up")
+    values = _read_toml(dev_file)
+    return Settings().model_copy(update={"database_url": SecretStr(str(values["database_url"]))})
