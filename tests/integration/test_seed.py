@@ -34,7 +34,7 @@ _BROKEN_RULES = """
 
 
 def scalar(connection: psycopg.Connection[Any], query: str) -> Any:
-    row = connection.execute(query).fetchone()  # type: ignore[call-overload]
+    row = connection.execute(query).fetchone()
     assert row is not None
     return row[0]
 

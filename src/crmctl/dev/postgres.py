@@ -171,6 +171,7 @@ class PostgresServer:
     def start(self, *, fsync: bool, dies_with_parent: bool) -> None:
         """Start the server and wait until it accepts connections; one that already runs is left as it is.
 
+        With `fsync` off the last commits before a crash may be lost: for tests that do not crash the server.
         With `dies_with_parent` the server shuts down when the thread that called this ends, however it ends
         (elsewhere than on Linux: when the interpreter exits). Without, it outlives the process.
         Raises UnavailableError, with the end of the log, when the server does not come up.
