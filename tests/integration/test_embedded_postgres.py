@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -23,9 +24,8 @@ from crmctl.dev.postgres import PostgresServer, find_binaries, state_directory, 
 from crmctl.domain.errors import ConfigurationError, UnavailableError
 
 _START_AND_WAIT = """
-import sys, time
-from pathlib import Path
-from crmctl.dev.postgres import PostgresServer, temporary_server
+import time
+from crmctl.dev.postgres import temporary_server
 with temporary_server() as server:
     print(server.port, server.directory, flush=True)
     time.sleep(600)
@@ -55,14 +55,40 @@ assert not list(directory.glob("binaries*"))
 """
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
+@contextmanager
+def open_directory() -> Iterator[Path]:
     """A directory that a server of root's can live in; pytest's tmp_path is closed to its account."""
     made = Path(tempfile.mkdtemp(prefix="crmctl-test-"))
     made.chmod(0o711)
     yield made
     PostgresServer(made).stop()
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with open_directory() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_directory() -> Iterator[Path]:
+    with open_directory() as made:
+        PostgresServer(made).start(fsync=True, dies_with_parent=True)
+        yield made
+
+
+@pytest.fixture
+def server(shared_directory: Path) -> Iterator[PostgresServer]:
+    """A running server with one row in it; it was initialised once for all tests."""
+    server = PostgresServer(shared_directory)
+    server.start(fsync=True, dies_with_parent=True)
+    with psycopg.connect(server.url()) as connection:
+        connection.execute("create table kept as select 42 as n")
+    yield server
+    server.start(fsync=True, dies_with_parent=True)
+    with psycopg.connect(server.url()) as connection:
+        connection.execute("drop table kept")
 
 
 @pytest.fixture
@@ -91,12 +117,6 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def write_a_row(server: PostgresServer) -> None:
-    with psycopg.connect(server.url()) as connection:
-        connection.execute("create table kept (n integer)")
-        connection.execute("insert into kept values (42)")
-
-
 def read_the_row(server: PostgresServer) -> tuple[int] | None:
     with psycopg.connect(server.url()) as connection:
         return connection.execute("select n from kept").fetchone()
@@ -114,45 +134,42 @@ def test_a_temporary_server_answers_and_is_gone_afterwards() -> None:
     assert not server.directory.exists()
 
 
-def test_two_servers_run_at_once() -> None:
-    with temporary_server() as first, temporary_server() as second:
-        assert first.port != second.port
-        write_a_row(first)
-        write_a_row(second)
+def test_two_servers_run_at_once(server: PostgresServer) -> None:
+    with temporary_server() as other:
+        assert other.port != server.port
+        with psycopg.connect(other.url()) as connection:
+            assert connection.execute("select to_regclass('kept')").fetchone() == (None,)
+    assert read_the_row(server) == (42,)
 
 
-def test_only_tcp_on_loopback_with_the_password(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=False, dies_with_parent=True)
+def test_only_tcp_on_loopback_with_the_password(server: PostgresServer) -> None:
     with psycopg.connect(server.url()) as connection:
         assert connection.execute("show listen_addresses").fetchone() == ("127.0.0.1",)
         assert connection.execute("show unix_socket_directories").fetchone() == ("",)
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         psycopg.connect(f"postgresql://crmctl:guessed@127.0.0.1:{server.port}/postgres")
-    assert mode(directory / "password") == 0o600
+    assert mode(server.directory / "password") == 0o600
     assert mode(server.log) == 0o600
-    assert not list(directory.glob("*.initdb"))
+    assert not list(server.directory.glob("*.initdb"))
 
 
-def test_stop_and_start_keep_the_data(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=False, dies_with_parent=True)
-    write_a_row(server)
+def test_stop_and_start_keep_the_data(server: PostgresServer) -> None:
     server.stop()
     server.stop()
     assert not server.running
-    server.start(fsync=False, dies_with_parent=True)
-    pid = server.pid
-    server.start(fsync=False, dies_with_parent=True)
-    assert server.pid == pid
+    server.start(fsync=True, dies_with_parent=True)
     assert read_the_row(server) == (42,)
 
 
-def test_a_restart_keeps_the_port_and_what_was_committed(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=True, dies_with_parent=True)
+def test_starting_a_running_server_leaves_it_alone(server: PostgresServer) -> None:
+    pid = server.pid
+    server.start(fsync=False, dies_with_parent=True)
+    PostgresServer(server.directory).start(fsync=False, dies_with_parent=True)
+    assert server.pid == pid
+
+
+def test_a_restart_keeps_the_port_and_what_was_committed(server: PostgresServer) -> None:
     port = server.port
-    write_a_row(server)
     server.restart("immediate")
     assert "not properly shut down" in server.log.read_text()
     assert (server.port, read_the_row(server)) == (port, (42,))
@@ -160,29 +177,41 @@ def test_a_restart_keeps_the_port_and_what_was_committed(directory: Path) -> Non
     assert (server.port, read_the_row(server)) == (port, (42,))
 
 
-def test_a_killed_server_is_reopened(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=True, dies_with_parent=True)
-    write_a_row(server)
+def test_a_killed_server_is_reopened(server: PostgresServer) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     assert eventually(lambda: not server.running)
-    assert (directory / "data" / "postmaster.pid").exists()
-    again = PostgresServer(directory)
+    assert (server.data / "postmaster.pid").exists()
+    again = PostgresServer(server.directory)
     again.start(fsync=True, dies_with_parent=True)
     assert read_the_row(again) == (42,)
 
 
-def test_a_pid_that_another_program_has_by_now_is_no_obstacle(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=False, dies_with_parent=True)
-    left_behind = (directory / "data" / "postmaster.pid").read_text().splitlines()
+def test_a_pid_that_another_program_has_by_now_is_no_obstacle(server: PostgresServer) -> None:
+    left_behind = (server.data / "postmaster.pid").read_text().splitlines()
     server.stop()
-    (directory / "data" / "postmaster.pid").write_text("\n".join([str(os.getpid()), *left_behind[1:]]))
+    (server.data / "postmaster.pid").write_text("\n".join([str(os.getpid()), *left_behind[1:]]))
     assert not server.running
     server.stop()
-    server.start(fsync=False, dies_with_parent=True)
-    assert server.running
+    server.start(fsync=True, dies_with_parent=True)
+    assert read_the_row(server) == (42,)
+
+
+def test_a_server_that_cannot_start_says_why_and_is_not_left_running(server: PostgresServer) -> None:
+    server.stop()
+    broken = PostgresServer(server.directory, settings={"no_such_parameter": "1"})
+    with pytest.raises(UnavailableError, match="unrecognized configuration parameter"):
+        broken.start(fsync=True, dies_with_parent=True)
+    assert not broken.running
+
+
+def test_data_without_its_password_is_explained(server: PostgresServer) -> None:
+    server.stop()
+    password = server.directory / "password"
+    elsewhere = password.rename(server.directory / "elsewhere")
+    with pytest.raises(ConfigurationError, match="password file"):
+        server.start(fsync=True, dies_with_parent=True)
+    elsewhere.rename(password)
 
 
 def test_an_initialisation_that_was_killed_is_done_again(directory: Path) -> None:
@@ -206,30 +235,15 @@ def test_the_server_dies_with_a_killed_parent_and_its_directory_goes_with_the_ne
         assert not Path(directory).exists()
 
 
-def test_a_background_server_survives_its_process_and_is_stopped_by_another(directory: Path) -> None:
-    subprocess.run([sys.executable, "-c", _START_AND_LEAVE, str(directory)], check=True)
-    server = PostgresServer(directory)
-    port = server.port
-    write_a_row(server)
+def test_a_background_server_survives_its_process_and_is_stopped_by_another(server: PostgresServer) -> None:
     server.stop()
-    assert not server.running
+    subprocess.run([sys.executable, "-c", _START_AND_LEAVE, str(server.directory)], check=True)
+    again = PostgresServer(server.directory)
+    port = again.port
+    assert read_the_row(again) == (42,)
+    again.stop()
+    assert not again.running
     assert not accepts_connections(port)
-
-
-def test_a_server_that_cannot_start_says_why_and_is_not_left_running(directory: Path) -> None:
-    server = PostgresServer(directory, settings={"no_such_parameter": "1"})
-    with pytest.raises(UnavailableError, match="unrecognized configuration parameter"):
-        server.start(fsync=False, dies_with_parent=True)
-    assert not server.running
-
-
-def test_data_without_its_password_is_explained(directory: Path) -> None:
-    server = PostgresServer(directory)
-    server.start(fsync=False, dies_with_parent=True)
-    server.stop()
-    (directory / "password").unlink()
-    with pytest.raises(ConfigurationError, match="password file"):
-        server.start(fsync=False, dies_with_parent=True)
 
 
 def test_missing_binaries_are_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -293,25 +307,24 @@ def test_an_ordinary_user_runs_it_in_place(directory: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
 
 
-def test_up_twice_is_up_once(project: Path) -> None:
-    first = environment.up(project)
-    second = environment.up(project)
-    assert (first.server_started, first.database_created) == (True, True)
-    assert (second.server_started, second.database_created) == (False, False)
-    assert (second.database_url, second.pid) == (first.database_url, first.pid)
-    assert first.config_file == project.resolve() / ".crmctl" / "dev.toml"
-    assert mode(first.config_file) == 0o600
-    assert tomllib.loads(first.config_file.read_text()) == {"database_url": first.database_url}
-    with psycopg.connect(first.database_url) as connection:
-        assert connection.execute("select count(*) from crm.bookings").fetchone() == (0,)
-        assert connection.execute("show fsync").fetchone() == ("on",)
-
-
-def test_concurrent_ups_share_one_server(project: Path) -> None:
+def test_up_again_or_at_the_same_moment_is_up_once(project: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         environments = list(pool.map(environment.up, [project] * 3))
-    assert len({found.pid for found in environments}) == 1
-    assert sorted(found.server_started for found in environments) == [False, False, True]
+    environments.append(environment.up(project))
+    assert len({(found.database_url, found.pid) for found in environments}) == 1
+    assert sorted(found.server_started for found in environments) == [False, False, False, True]
+    assert sorted(found.database_created for found in environments) == [False, False, False, True]
+
+
+def test_up_leaves_a_migrated_database_and_its_address(project: Path) -> None:
+    found = environment.up(project)
+    assert found.config_file == project.resolve() / ".crmctl" / "dev.toml"
+    assert mode(found.config_file) == 0o600
+    assert tomllib.loads(found.config_file.read_text()) == {"database_url": found.database_url}
+    assert found.database_url not in repr(found)
+    with psycopg.connect(found.database_url) as connection:
+        assert connection.execute("select count(*) from crm.bookings").fetchone() == (0,)
+        assert connection.execute("show fsync").fetchone() == ("on",)
 
 
 def test_down_keeps_the_data_unless_told_to_purge(project: Path) -> None:

@@ -406,10 +406,11 @@ def _copy_package(package: Path, directory: Path, account: _Account) -> Path:
     if not target.exists():
         unfinished = directory / "binaries.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
+        not_run = shutil.ignore_patterns("include", "pgxs", "pkgconfig", "doc", "__pycache__")
         # The programs look for their libraries in the package's sibling.
         for source in (package, package.with_name(f"{package.name}.libs")):
             if source.is_dir():
-                shutil.copytree(source, unfinished / source.name, symlinks=True)
+                shutil.copytree(source, unfinished / source.name, symlinks=True, ignore=not_run)
         for path in (unfinished, *unfinished.rglob("*")):
             account.own(path)
         unfinished.rename(target)
