@@ -46,6 +46,6 @@ def test_a_schema_that_asks_for_a_newer_crmctl_is_refused() -> None:
 
 
 def test_an_older_revision_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REVISIONS, "bookkeeping", ("bookkeeping_0001", "bookkeeping_0002"))
-    with pytest.raises(SchemaError, match="bookkeeping is at bookkeeping_0001, this crmctl needs bookkeeping_0002"):
-        check_revisions([heads()["core"], "bookkeeping_0001"], None)
+    monkeypatch.setitem(REVISIONS, "bookkeeping", ("bookkeeping_7001", "bookkeeping_7002"))
+    with pytest.raises(SchemaError, match="bookkeeping is at bookkeeping_7001, this crmctl needs bookkeeping_7002"):
+        check_revisions([heads()["core"], "bookkeeping_7001"], None)

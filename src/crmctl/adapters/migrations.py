@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 import crmctl.migrations
 from crmctl.adapters import postgres
-from crmctl.migrations import SCHEMA, VERSION_TABLE, heads
+from crmctl.migrations import REVISIONS, SCHEMA, VERSION_TABLE
 from crmctl.settings import DatabaseSettings
 
 Part = Literal["core", "bookkeeping"]
@@ -38,10 +38,13 @@ def upgrade(dsn: str, *, only: Part | None = None, settings: DatabaseSettings | 
         config = Config()
         config.set_main_option("script_location", str(Path(crmctl.migrations.__file__).parent))
         config.attributes["connection"] = connection
-        for branch, head in heads().items():
-            if only in (None, branch) and not any(r.startswith(f"{branch}_") and r >= head for r in before):
+        applied: list[str] = []
+        for branch, revisions in REVISIONS.items():
+            at = max((revision for revision in before if revision.startswith(f"{branch}_")), default="")
+            if only in (None, branch) and at < revisions[-1]:
                 command.upgrade(config, f"{branch}@head")
-        return sorted(_revisions(connection) - before)
+                applied += [revision for revision in revisions if revision > at]
+        return applied
 
 
 def _revisions(connection: Connection) -> set[str]:

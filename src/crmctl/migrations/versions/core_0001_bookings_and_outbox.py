@@ -98,10 +98,22 @@ def upgrade() -> None:
             next_attempt_at  timestamptz
         )
     """)
+    # What the relay walks: rows that nothing holds back. A row that the broker refused, and the later rows of
+    # its aggregate, have a next_attempt_at and stand in the two small indexes of held rows instead.
     op.execute("""
         create index ix_outbox_messages_publishable
             on crm.outbox_messages (position)
-            where published_at is null
+            where published_at is null and next_attempt_at is null
+    """)
+    op.execute("""
+        create index ix_outbox_messages_held
+            on crm.outbox_messages (aggregate_id, position)
+            where published_at is null and next_attempt_at is not null
+    """)
+    op.execute("""
+        create index ix_outbox_messages_next_attempt_at
+            on crm.outbox_messages (next_attempt_at, position)
+            where published_at is null and next_attempt_at is not null
     """)
     op.execute("""
         create index ix_outbox_messages_aggregate
