@@ -41,6 +41,41 @@ class DatabaseSettings(BaseModel):
     transaction_attempts: int = Field(default=5, ge=1, le=100)
 
 
+class AuthSettings(BaseModel):
+    """Whose tokens `bookings extend` believes: the issuer, the audience, and one source of public keys.
+
+    Only asymmetric algorithms are accepted, and just the one that is named: no token chooses its own.
+    """
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    issuer: str | None = None
+    audience: str | None = None
+    algorithm: Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"] = (
+        "RS256"
+    )
+    public_key: str | None = None
+    jwks_file: Path | None = None
+    jwks_url: str | None = None
+
+
+class KafkaSettings(BaseModel):
+    """How to reach Kafka. `options` are librdkafka properties that are added last."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    bootstrap_servers: str | None = None
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    ssl_ca_location: Path | None = None
+    ssl_certificate_location: Path | None = None
+    ssl_key_location: Path | None = None
+    ssl_key_password: SecretStr | None = None
+    options: dict[str, str] = {}
+
+
 class Settings(BaseSettings):
     """Everything that crmctl can be told outside its command line."""
 
@@ -54,6 +89,9 @@ class Settings(BaseSettings):
 
     database_url: SecretStr | None = None
     database: DatabaseSettings = DatabaseSettings()
+    kafka: KafkaSettings = KafkaSettings()
+    auth: AuthSettings = AuthSettings()
+    actor_token: SecretStr | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "text"] = "auto"
 

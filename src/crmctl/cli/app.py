@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from crmctl import __version__
-from crmctl.cli import bookings, db, dev
+from crmctl.cli import bookings, db, dev, outbox
 
 app = typer.Typer(
     name="crmctl",
@@ -16,6 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bookings.app, name="bookings")
+app.add_typer(outbox.app, name="outbox")
 app.add_typer(db.app, name="db")
 app.add_typer(dev.app, name="dev")
 app.command("demo")(dev.demo)

@@ -1,4 +1,4 @@
-"""`crmctl bookings …`: expire, list, show."""
+"""`crmctl bookings …`: expire, extend, list, show."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -10,7 +10,7 @@ import typer
 from crmctl.cli import output
 from crmctl.cli.options import AsOf, DryRun, Output, Strict, Tenant, TimeBudget
 
-app = typer.Typer(help="Bookings: expire the overdue ones, look at them.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Bookings: expire, extend, look at them.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command()
@@ -39,7 +39,7 @@ def expire(
       crmctl bookings expire --dry-run -o json
       crmctl bookings expire --id 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11
     """
-    from crmctl.cli.run import View, run_job
+    from crmctl.cli.run import Plan, View, run_job
     from crmctl.jobs.expire_bookings import JOB, Options
 
     options = Options(
@@ -50,15 +50,49 @@ def expire(
         as_of=as_of,
         dry_run=dry_run,
     )
-    run_job(
-        JOB,
-        options,
-        View(form, _render_expire, strict=strict),
-        as_of=as_of,
-        drain=drain,
-        time_budget=time_budget,
-        dry_run=dry_run,
-    )
+    plan = Plan(as_of=as_of, drain=drain, time_budget=time_budget, dry_run=dry_run)
+    run_job(JOB, options, View(form, _render_expire, strict=strict), plan)
+
+
+@app.command()
+def extend(
+    booking_id: Annotated[UUID, typer.Argument(metavar="BOOKING_ID")],
+    tenant: Annotated[
+        UUID | None, typer.Option("--tenant", metavar="ID", help="Refuse unless this is the actor's tenant.")
+    ] = None,
+    request_id: Annotated[
+        UUID | None,
+        typer.Option(metavar="UUID", help="The same id again returns the first answer. Default: a new one."),
+    ] = None,
+    dry_run: DryRun = False,
+    form: Output = output.Format.TABLE,
+) -> None:
+    """Extend an active booking by its program's duration, for the actor whose token is in CRMCTL_ACTOR_TOKEN.
+
+    The new deadline counts from the old one. Without --request-id a new id is printed on stderr before anything
+    is written: name it when you try again after a lost connection, and nothing is extended twice.
+
+    \b
+    Examples:
+      crmctl bookings extend 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11
+      CRMCTL_ACTOR_TOKEN_FILE=token crmctl bookings extend 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11 -o json
+    """
+    from uuid import uuid4
+
+    from crmctl.cli.run import Command, Plan, View
+
+    with Command(form) as command:
+        from crmctl.adapters import identity
+        from crmctl.jobs import extend_booking
+
+        token = command.settings.actor_token
+        actor = identity.authenticate(token.get_secret_value() if token else None, command.settings.auth)
+        extend_booking.authorise(actor, tenant)
+        request = request_id or uuid4()
+        if request_id is None:
+            command.log.warning("new request id; name it with --request-id to try again", request_id=str(request))
+        options = extend_booking.Options(booking_id=booking_id, request_id=request, actor=actor)
+        command.run(extend_booking.job(actor), options, View(form, _render_extend), Plan(dry_run=dry_run))
 
 
 @app.command("list")
@@ -124,6 +158,22 @@ def _render_expire(document: Mapping[str, Any]) -> str:
             text += f"\n{title}:\n" + output.table(
                 ("booking_id", "reason"), [(row["booking_id"], row["reason"]) for row in rows]
             )
+    return text
+
+
+def _render_extend(document: Mapping[str, Any]) -> str:
+    verb = "Would extend" if document["dry_run"] else "Extended before" if document["repeated"] else "Extended"
+    text = output.fields(
+        {
+            verb: document["booking_id"],
+            "Old deadline": document["old_booking_expires_at"],
+            "New deadline": document["new_booking_expires_at"],
+            "Extensions": document["extensions_count"],
+            "Request id": document["request_id"],
+        }
+    )
+    if document["new_deadline_is_past"]:
+        text += "Warning: the new deadline is past as well; the next expiry will expire the booking.\n"
     return text
 
 

@@ -24,6 +24,8 @@ class Exit(IntEnum):
 _BY_ERROR: dict[type[errors.CrmctlError], Exit] = {
     errors.UsageError: Exit.USAGE,
     errors.BookingNotFoundError: Exit.NOT_FOUND,
+    errors.BookingForbiddenError: Exit.FORBIDDEN,
+    errors.BookingInvalidStateError: Exit.INVALID_STATE,
     errors.UnavailableError: Exit.UNAVAILABLE,
     errors.TryAgainError: Exit.TRY_AGAIN,
     errors.ConfigurationError: Exit.CONFIGURATION,

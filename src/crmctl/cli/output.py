@@ -29,17 +29,17 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def write_json(document: object) -> None:
+def write_json(document: object, *, one_line: bool = False) -> None:
     """Write one JSON document and a line feed."""
     import orjson
 
-    # ASCII-only where stdout is: \uXXXX is JSON, a backslashreplace escape beyond the BMP is not.
-    data = orjson.dumps(document, default=str, option=orjson.OPT_INDENT_2).decode()
+    text = orjson.dumps(document, default=str, option=0 if one_line else orjson.OPT_INDENT_2).decode()
     if not _is_utf8(sys.stdout):
         import json
 
-        data = json.dumps(json.loads(data), indent=2, ensure_ascii=True)
-    write(data + "\n")
+        # \uXXXX is JSON; the stream's own escape for a character that it cannot show is not.
+        text = json.dumps(json.loads(text), indent=None if one_line else 2, ensure_ascii=True)
+    write(text + "\n")
 
 
 def write(text: str) -> None:

@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -28,8 +29,14 @@ from crmctl.adapters import postgres
 from crmctl.adapters.postgres import Database, Transaction
 from crmctl.cli import output
 from crmctl.cli.exits import Exit, exit_code
-from crmctl.cli.signals import Interrupts
-from crmctl.domain.errors import ConfigurationError, CrmctlError, InterruptedRunError
+from crmctl.cli.signals import Interrupted, Interrupts
+from crmctl.domain.errors import (
+    ConfigurationError,
+    CrmctlError,
+    InterruptedRunError,
+    TryAgainError,
+    UnavailableError,
+)
 from crmctl.jobs.job import Budget, Job, Progress, Run
 from crmctl.settings import Settings
 from crmctl.sql import load
@@ -38,6 +45,9 @@ from crmctl.telemetry import logs
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Progress)
 _FAILURE_RECORD_TIMEOUT: Final = timedelta(seconds=1)
+# Seconds between two looks at an empty queue, and the longest wait for a server that is away.
+_FOLLOW_PAUSE: Final = 1.0
+_FOLLOW_LONGEST_PAUSE: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +59,26 @@ class View:
     strict: bool = False
 
 
-def run_job(
-    job: Job[O, P],
-    options: O,
-    view: View,
-    *,
-    as_of: datetime | None,
-    drain: bool,
-    time_budget: timedelta,
-    dry_run: bool,
-) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the batches of a run follow each other: one, or `drain`, or `follow` until a signal."""
+
+    as_of: datetime | None = None
+    drain: bool = False
+    follow: bool = False
+    time_budget: timedelta | None = None
+    dry_run: bool = False
+
+
+def run_job(job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
     """Run a job's batches, one transaction each, print its result and exit with its code."""
-    command = Command(view.format)
-    with command:
-        run = Run(uuid4(), _traceparent(), Budget(time_budget))
-        command.bind(job=job.name, run_id=str(run.id), dry_run=dry_run or None)
-        runner = _Runner(command, job, options, run, as_of)
-        if dry_run:
-            runner.preview(drain=drain)
-        else:
-            runner.commit_batches(drain=drain)
-        progress = runner.progress
-        document = {"job": job.name, "run_id": run.id, "dry_run": dry_run, **progress.document()}
-        document["duration_ms"] = command.elapsed_ms
-        command.log.info("run finished", **progress.counts(), duration_ms=command.elapsed_ms)
-        command.report(document, view.render)
-        command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
+    with Command(view.format) as command:
+        command.run(job, options, view, plan)
 
 
 def run_query(name: str, query: Callable[[Transaction], Mapping[str, Any]], view: View) -> NoReturn:
     """Run a read-only query in one transaction, print what it returns and exit."""
-    command = Command(view.format)
-    with command:
+    with Command(view.format) as command:
         database = command.database(f"crmctl {name}")
         document = query(database.begin(read_only=True))
         database.rollback()
@@ -147,6 +145,28 @@ class Command:
         self._database = Database(self.dsn(), limits, application_name=application_name)
         return self._database
 
+    def run(self, job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
+        """Run a job's batches, one transaction each, print the result and exit with its code."""
+        run = Run(
+            uuid4(), _traceparent(), Budget(plan.time_budget), stopping=lambda: self.interrupts.pending is not None
+        )
+        self.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
+        runner = _Runner(self, job, options, run, plan)
+        runner.run()
+        progress = runner.progress
+        self.log.info("run finished", **progress.counts(), duration_ms=self.elapsed_ms)
+        if not plan.follow:
+            document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document()}
+            self.report({**document, "duration_ms": self.elapsed_ms}, view.render)
+        self.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
+
+    def report_line(self, document: Mapping[str, Any]) -> None:
+        """Print one batch of a run that goes on: one line."""
+        if self._format is output.Format.JSON:
+            output.write_json(document, one_line=True)
+        else:
+            output.write("  ".join(f"{name} {output.cell(value)}" for name, value in document.items()) + "\n")
+
     def report(self, document: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> None:
         """Print the result; from here on a signal can no longer change it."""
         with self.interrupts.deferred():
@@ -185,7 +205,14 @@ class Command:
             failure = CrmctlError(f"unexpected error ({message})", hint="report it with the log line above")
         self.log.error("run failed", error_code=failure.code, reason=failure.message, hint=failure.hint)
         if self._format is output.Format.JSON:
-            body = {"code": failure.code, "message": failure.message, "hint": failure.hint, "exit_code": code}
+            body: dict[str, object] = {
+                "code": failure.code,
+                "message": failure.message,
+                "hint": failure.hint,
+                "exit_code": code,
+            }
+            if failure.http_status is not None:
+                body["http_status"] = failure.http_status
             document: dict[str, object] = {"error": {**body, **failure.details}}
             if self.committed is not None:
                 document["committed"] = self.committed
@@ -199,13 +226,13 @@ class Command:
 class _Runner(Generic[O, P]):
     """The transactions of one run."""
 
-    def __init__(self, command: Command, job: Job[O, P], options: O, run: Run, as_of: datetime | None) -> None:
+    def __init__(self, command: Command, job: Job[O, P], options: O, run: Run, plan: Plan) -> None:
         self._command = command
         self._job = job
         self._options = options
         self._run = run
-        self._as_of = as_of
-        self._database = command.database(f"crmctl {job.name}")
+        self._plan = plan
+        self._database = command.database(f"crmctl {job.name}", **job.guards)
         self._retrying = Retrying(
             retry=retry_if_exception(_may_succeed_again),
             stop=stop_after_attempt(command.settings.database.transaction_attempts),
@@ -218,42 +245,86 @@ class _Runner(Generic[O, P]):
         self._started_at: datetime | None = None
         self.progress: P = job.start(options)
 
-    def commit_batches(self, *, drain: bool) -> None:
-        """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
+    def run(self) -> None:
+        """Run the plan; on a failure leave its record, and say what had been committed before it."""
+        if self._plan.dry_run:
+            self.progress = self._retrying(self._preview)
+            return
         try:
-            while True:
-                self._retrying(self._commit_batch)
-                self._command.interrupts.check()
-                if not drain or not self.progress.more or self._run.budget.spent:
-                    return
+            if self._plan.follow:
+                self._follow()
+            else:
+                self._commit_batches()
         except BaseException as error:
             if self._batches:
                 self._command.committed = {"batches": self._batches, **self.progress.counts()}
-                self._command.log.info("committed before the failure", batches=self._batches, **self.progress.counts())
+                self._command.log.info("committed before the failure", **self._command.committed)
             self._record_failure(error)
             raise
 
-    def preview(self, *, drain: bool) -> None:
+    def _commit_batches(self) -> None:
+        """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
+        while True:
+            self._retrying(self._commit_batch)
+            self._command.interrupts.check()
+            if self.progress.failure is not None:
+                raise self.progress.failure
+            if not self._plan.drain or not self.progress.more or self._run.budget.spent:
+                return
+
+    def _follow(self) -> None:
+        """Commit batch after batch until a signal: at once while there is more, else after a pause.
+
+        What is unreachable or busy is waited for, with a growing pause.
+        """
+        troubles = 0
+        try:
+            while True:
+                before = self.progress.counts()
+                try:
+                    self._retrying(self._commit_batch)
+                    failure = self.progress.failure
+                except (psycopg.Error, CrmctlError) as error:
+                    explained = self._command.explain(error)
+                    if not isinstance(explained, UnavailableError | TryAgainError):
+                        raise
+                    failure = explained
+                    self._database.close()
+                self._report_batch(before)
+                self._command.interrupts.check()
+                troubles = troubles + 1 if failure is not None else 0
+                if failure is not None:
+                    pause = min(_FOLLOW_LONGEST_PAUSE, 2.0 ** min(troubles - 1, 10))
+                    self._command.log.warning("waiting to try again", reason=str(failure), seconds=pause)
+                    time.sleep(pause)
+                elif not self.progress.more:
+                    time.sleep(_FOLLOW_PAUSE)
+        except Interrupted:
+            return
+
+    def _report_batch(self, before: Mapping[str, int]) -> None:
+        counts = _difference(before, self.progress.counts())
+        if any(counts.values()):
+            self._command.report_line({"job": self._job.name, "run_id": self._run.id, "batch": self._batches, **counts})
+
+    def _preview(self) -> P:
         """Do the same work in one transaction and roll it back."""
-
-        def attempt() -> P:
-            progress = self.progress
-            try:
-                tx = self._begin()
-                while True:
-                    progress = self._job.batch(tx, self._run, self._options, progress)
-                    if not drain or not progress.more or self._run.budget.spent:
-                        return progress
-            finally:
-                self._database.rollback()
-
-        self.progress = self._retrying(attempt)
+        progress = self.progress
+        try:
+            tx = self._begin()
+            while True:
+                progress = self._job.batch(tx, self._run, self._options, progress)
+                if not self._plan.drain or not progress.more or self._run.budget.spent:
+                    return progress
+        finally:
+            self._rollback()
 
     def _commit_batch(self) -> None:
         before = self.progress
         try:
             tx = self._begin()
-            after = self._job.batch(tx, self._run, self._options, before)
+            with self._command.interrupts.deferred() if self._job.graceful else nullcontext():
+                after = self._job.batch(tx, self._run, self._options, before)
             if after.counts() != before.counts():
                 self._record(tx, before, after)
         except BaseException:
@@ -284,9 +355,8 @@ class _Runner(Generic[O, P]):
             self._database.close()
 
     def _record(self, tx: Transaction, before: P, after: P) -> None:
-        earlier = before.counts()
-        counts = {name: value - earlier.get(name, 0) for name, value in after.counts().items()}
-        tx.execute(_RUNS["record_batch"], {**self._identity(self._as_of or tx.now), "counts": Jsonb(counts)})
+        counts = _difference(before.counts(), after.counts())
+        tx.execute(_RUNS["record_batch"], {**self._identity(tx.now), "counts": Jsonb(counts)})
 
     def _record_failure(self, error: BaseException) -> None:
         """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
@@ -303,7 +373,7 @@ class _Runner(Generic[O, P]):
                 database.begin().execute(
                     _RUNS["record_failure"],
                     {
-                        **self._identity(self._as_of or self._started_at),
+                        **self._identity(self._started_at),
                         "started_at": self._started_at,
                         "error_code": failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
                         "error": failure.message if isinstance(failure, CrmctlError) else None,
@@ -313,13 +383,13 @@ class _Runner(Generic[O, P]):
         except (psycopg.Error, CrmctlError) as reason:
             self._command.log.debug("the failure could not be recorded", reason=type(reason).__name__)
 
-    def _identity(self, as_of: datetime) -> dict[str, object]:
+    def _identity(self, now: datetime) -> dict[str, object]:
         return {
             "run_id": self._run.id,
             "batch": self._batches + 1,
             "job": self._job.name,
             "actor": self._job.actor,
-            "as_of": as_of,
+            "as_of": self._plan.as_of or now,
             "version": __version__,
             "host": socket.gethostname(),
         }
@@ -331,6 +401,10 @@ class _Runner(Generic[O, P]):
 
 
 _RUNS: Final = load("job_runs")
+
+
+def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: value - before.get(name, 0) for name, value in after.items()}
 
 
 def _may_succeed_again(error: BaseException) -> bool:

@@ -266,7 +266,6 @@ class PostgresServer:
             "max_wal_size": "2GB",
             "timezone": "UTC",
             "fsync": switch,
-            "synchronous_commit": switch,
             "full_page_writes": switch,
         } | self._settings
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]

@@ -14,6 +14,7 @@ class CrmctlError(Exception):
     """
 
     code: ClassVar[str] = "CRMCTL_ERROR"
+    http_status: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, hint: str | None = None, **details: str | int | None) -> None:
         super().__init__(message)
@@ -52,10 +53,25 @@ class TryAgainError(CrmctlError):
     code = "CRMCTL_TRY_AGAIN"
 
 
+class BookingForbiddenError(CrmctlError):
+    """The actor's token is not valid, lacks the permission, or is another tenant's (UC-BKG-003)."""
+
+    code = "CRM_BOOKING_FORBIDDEN"
+    http_status = 403
+
+
 class BookingNotFoundError(CrmctlError):
-    """No booking has that id."""
+    """No booking has that id, as far as the caller may know (UC-BKG-003)."""
 
     code = "CRM_BOOKING_NOT_FOUND"
+    http_status = 404
+
+
+class BookingInvalidStateError(CrmctlError):
+    """The booking is not Booked any more, or never was (INV-BKG-6)."""
+
+    code = "CRM_BOOKING_INVALID_STATE"
+    http_status = 409
 
 
 class InterruptedRunError(CrmctlError):

@@ -109,6 +109,7 @@ class Progress:
     result: Result = field(default_factory=Result)
     floors: Mapping[str, Key] = field(default_factory=lambda: {phase.name: START for phase in PHASES})
     more: bool = False
+    failure: None = None
 
     @property
     def needs_person(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from uuid import UUID
 
 from crmctl.adapters.postgres import Transaction
+from crmctl.domain.errors import CrmctlError
 from crmctl.telemetry.logs import Log
 
 
@@ -24,13 +25,22 @@ class Budget:
         return self._end is not None and self._clock() >= self._end
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every batch of one run shares. `traceparent` is the W3C trace context of the run."""
+    """What every batch of one run shares.
+
+    `traceparent` is the W3C trace context of the run; `stopping` says that a signal asks a graceful job to
+    finish what it has begun and to begin nothing new.
+    """
 
     id: UUID
     traceparent: str
     budget: Budget = field(default_factory=lambda: Budget(None))
+    stopping: Callable[[], bool] = _never
 
 
 class Progress(Protocol):
@@ -46,6 +56,11 @@ class Progress(Protocol):
         """Whether some rows need a person to look at them (exit 3 with `--strict`)."""
         ...
 
+    @property
+    def failure(self) -> CrmctlError | None:
+        """What stopped the batch half-way: its work is committed, and then the run ends with this error."""
+        ...
+
     def counts(self) -> Mapping[str, int]:
         """The figures of the whole run so far, by their documented names."""
         ...
@@ -59,17 +74,23 @@ O = TypeVar("O", contravariant=True)  # noqa: E741
 P = TypeVar("P", bound=Progress)
 
 
+def say_nothing(_log: Log, _before: object, _after: object) -> None:
+    """The `log` of a job whose batches need no lines of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job(Generic[O, P]):
     """One subcommand.
 
     `batch(transaction, run, options, before)` does one transaction's work and returns the progress after it; it
-    neither commits nor prints. `changed` are the counts that make a batch worth a `job_runs` row. `log` is told
-    of each committed batch.
+    neither commits nor prints. `log` is told of each committed batch. A `graceful` batch is not interrupted by a
+    signal but watches `run.stopping`. `guards` are session limits of this job's own.
     """
 
     name: str
     actor: str
     start: Callable[[O], P]
     batch: Callable[[Transaction, Run, O, P], P]
-    log: Callable[[Log, P, P], None]
+    log: Callable[[Log, P, P], None] = say_nothing
+    graceful: bool = False
+    guards: Mapping[str, timedelta] = field(default_factory=dict)
