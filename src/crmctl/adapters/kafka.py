@@ -172,13 +172,16 @@ def _common(settings: KafkaSettings) -> dict[str, Any]:
 
 
 class _ErrorLog:
-    """Notes what librdkafka reports outside any call; the calls themselves fail with their own errors."""
+    """Notes what librdkafka reports outside any call, each kind once: it repeats itself while a broker is away."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
+        self._seen: set[int] = set()
 
     def __call__(self, error: KafkaError) -> None:
-        self._log.warning("kafka client", reason=describe(error), fatal=error.fatal() or None)
+        if error.code() not in self._seen:
+            self._seen.add(error.code())
+            self._log.warning("kafka client", reason=describe(error), fatal=error.fatal() or None)
 
 
 class _Bridge(logging.Handler):

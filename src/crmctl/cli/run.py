@@ -256,7 +256,7 @@ class _Runner(Generic[O, P]):
             else:
                 self._commit_batches()
         except BaseException as error:
-            if self._batches:
+            if any(self.progress.counts().values()):
                 self._command.committed = {"batches": self._batches, **self.progress.counts()}
                 self._command.log.info("committed before the failure", **self._command.committed)
             self._record_failure(error)

@@ -50,7 +50,7 @@ class MockCluster:
 
     def start(self, *, dies_with_parent: bool) -> None:
         """Start it and wait until it has an address; one that already runs is left as it is."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.running:
             self._address_file.unlink(missing_ok=True)
             command = [sys.executable, "-P", "-m", "crmctl.dev.kafka_mock"]

@@ -140,7 +140,7 @@ class KafkaServer:
         self._process.signal(signal.SIGCONT)
 
     def _start(self, *, moves: bool) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log.touch(mode=0o600)
         if not self.running:
             kafka_maven.libraries()  # a download's minutes are not the broker's

@@ -16,7 +16,7 @@ is no cursor: a row that took an early position and commits late is simply the n
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from crmctl.sql import load
 from crmctl.telemetry.logs import Log
 
 STATEMENTS: Final = load("relay_outbox")
-DRY_RUN_LIST_LIMIT: Final = 100
+LIST_LIMIT: Final = 100
 # The same in every crmctl that serves a database: "outbox" in ASCII.
 LOCK: Final = 0x6F7574626F78
 # Above the delivery timeout, so that PostgreSQL does not end the transaction that waits for the broker.
@@ -104,12 +104,12 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
 
     def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Progress:
         if not tx.one(STATEMENTS["take_lock"], {"lock": LOCK})["taken"]:
-            return Progress(skipped="locked")
+            return replace(before, more=False, failure=None, skipped="locked")
         retries = tx.all(STATEMENTS["select_retries"], {"limit": max(1, options.batch_size // 4)})
         fresh = tx.all(STATEMENTS["select_fresh"], {"limit": max(1, options.batch_size - len(retries))})
         rows = [row for row in (*retries, *fresh) if not row["held"]]
         if not rows and not fresh:
-            return before
+            return replace(before, more=False, failure=None)
         if options.dry_run:
             report = Report(delivered=[row["id"] for row in rows])
         else:
@@ -124,8 +124,8 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
             batches=before.batches + 1,
             more=full or unsent or marked["released_count"] > 0,
             failure=report.outage,
-            refused=(*before.refused, *((str(i), e) for i, e in report.refused.items()))[:DRY_RUN_LIST_LIMIT],
-            listed=(*before.listed, *map(_listed, rows))[:DRY_RUN_LIST_LIMIT] if options.dry_run else (),
+            refused=(*before.refused, *((str(i), e) for i, e in report.refused.items()))[:LIST_LIMIT],
+            listed=(*before.listed, *map(_listed, rows))[:LIST_LIMIT] if options.dry_run else (),
         )
 
     return Job(
@@ -183,5 +183,8 @@ def _listed(row: DictRow) -> dict[str, object]:
 
 
 def _log(log: Log, before: Progress, after: Progress) -> None:
+    by_reason: dict[str, list[str]] = {}
     for message_id, error in after.refused[len(before.refused) :]:
-        log.error("record refused", message_id=message_id, reason=error)
+        by_reason.setdefault(error, []).append(message_id)
+    for error, message_ids in by_reason.items():
+        log.error("records refused", reason=error, count=len(message_ids), first_message_id=message_ids[0])

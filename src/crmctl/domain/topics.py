@@ -1,0 +1,46 @@
+"""The topics that crmctl writes to or reads from, and what their contracts ask of them (docs/contracts.md)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from crmctl.domain.events import BOOKING_EXPIRED
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """What a topic must be: at least so many partitions, and these settings."""
+
+    name: str
+    partitions: int
+    config: Mapping[str, str] = field(default_factory=dict)
+
+
+# Seven days: a consumer that was away for a week still finds every event.
+BOOKING_EXPIRED_TOPIC: Final = Topic(
+    name=BOOKING_EXPIRED.topic,
+    partitions=6,
+    config={"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)},
+)
+TOPICS: Final = (BOOKING_EXPIRED_TOPIC,)
+
+
+def faults(topic: Topic, partitions: int | None, config: Mapping[str, str]) -> list[str]:
+    """Say where a topic falls short of its contract; `partitions` None means that it does not exist."""
+    if partitions is None:
+        return ["it does not exist"]
+    found = []
+    if partitions < topic.partitions:
+        found.append(f"{partitions} partitions, {topic.partitions} are asked for")
+    for name, wanted in topic.config.items():
+        has = config.get(name)
+        enough = has == wanted if name != "retention.ms" else _retention(has) >= _retention(wanted)
+        if not enough:
+            found.append(f"{name} is {has}, {wanted} is asked for")
+    return found
+
+
+def _retention(value: str | None) -> float:
+    if value is None:
+        return 0
+    return float("inf") if value == "-1" else int(value)
