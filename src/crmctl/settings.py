@@ -197,10 +197,15 @@ def load() -> tuple[Settings, Path | None]:
     return settings, None
 
 
-def load_embedded() -> Settings:
-    """Read the settings of the embedded environment, whatever else is configured. Raises ConfigurationError."""
+def find_dev_directory() -> Path:
+    """The embedded environment's directory, here or above. Raises ConfigurationError where none runs."""
     dev_file = _find_dev_file()
     if dev_file is None:
         raise ConfigurationError("no embedded environment runs here", hint="start one with: crmctl dev up")
-    values = _read_toml(dev_file)
+    return dev_file.parent
+
+
+def load_embedded() -> Settings:
+    """Read the settings of the embedded environment, whatever else is configured. Raises ConfigurationError."""
+    values = _read_toml(find_dev_directory() / _DEV_FILE.name)
     return Settings().model_copy(update={"database_url": SecretStr(str(values["database_url"]))})

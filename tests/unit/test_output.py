@@ -18,6 +18,6 @@ def test_cells_stay_on_one_line_and_say_none_yes_and_no() -> None:
         "-",
         "yes",
         "no",
-        "1,234,567",
+        "1234567",
         "a b",
     ]

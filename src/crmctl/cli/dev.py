@@ -1,14 +1,18 @@
 """`crmctl dev …` and `crmctl demo`: the embedded environment. Never used in production."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
+from uuid import UUID
 
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import Output
+from crmctl.cli.options import Output, duration
 
-app = typer.Typer(help="A local PostgreSQL for laptops and tests.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="A local PostgreSQL and Kafka for laptops and tests.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.command()
@@ -24,12 +28,14 @@ def up(form: Output = output.Format.TABLE) -> None:
     with Command(form) as command:
         from crmctl.dev import environment
 
-        result = environment.up(Path.cwd())
+        result = environment.up(Path.cwd(), command.log.warning)
         command.report(
             {
                 "config_file": str(result.config_file),
-                "server_directory": str(result.server_directory),
-                "pid": result.pid,
+                "postgres_directory": str(result.server_directory),
+                "postgres_pid": result.pid,
+                "kafka": result.kafka,
+                "bootstrap_servers": result.bootstrap_servers,
                 "server_started": result.server_started,
                 "database_created": result.database_created,
             },
@@ -85,8 +91,43 @@ def seed(
         command.report(asdict(result), output.fields)
 
 
+@app.command()
+def token(
+    tenant: Annotated[UUID, typer.Option("--tenant", metavar="ID", help="The actor's tenant (DeveloperCompanyId).")],
+    subject: Annotated[str, typer.Option(metavar="NAME", help="Whom the token speaks for.")] = "dev-manager",
+    permission: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="May be repeated. Default: crm.bookings.decide.")
+    ] = None,
+    ttl: Annotated[
+        timedelta,
+        typer.Option(metavar="DURATION", parser=duration, show_default="1h", help="How long it is valid."),
+    ] = timedelta(hours=1),
+) -> None:
+    """Print an actor's token that the embedded environment believes, and nothing else does.
+
+    \b
+    Example:
+      CRMCTL_ACTOR_TOKEN=$(crmctl dev token --tenant ID) crmctl bookings extend BOOKING_ID
+    """
+    from crmctl.cli.run import Command
+
+    with Command(output.Format.TABLE) as command:
+        from crmctl.dev import identity
+        from crmctl.jobs.extend_booking import PERMISSION
+        from crmctl.settings import find_dev_directory
+
+        signed = identity.issue(
+            find_dev_directory() / "dev-key.pem",
+            tenant_id=tenant,
+            subject=subject,
+            permissions=permission or [PERMISSION],
+            ttl=ttl,
+        )
+        command.report({"token": signed}, lambda document: f"{document['token']}\n")
+
+
 def demo() -> None:
-    """Watch overdue bookings expire on a real PostgreSQL of its own, step by step.
+    """Watch overdue bookings expire, one be extended, and the events arrive in Kafka, step by step.
 
     \b
     Example:

@@ -25,6 +25,8 @@ def _parser(parse: Callable[[str], T]) -> Callable[[str | T], T]:
     return checked
 
 
+duration = _parser(parse_duration)
+
 Output = Annotated[Format, typer.Option("--output", "-o", help="How to print the result.")]
 Tenant = Annotated[UUID | None, typer.Option("--tenant", metavar="ID", help="Only this tenant (DeveloperCompanyId).")]
 DryRun = Annotated[
@@ -49,7 +51,7 @@ TimeBudget = Annotated[
     typer.Option(
         "--time-budget",
         metavar="DURATION",
-        parser=_parser(parse_duration),
+        parser=duration,
         help="Start no more work after this long.",
     ),
 ]

@@ -95,7 +95,7 @@ class Command:
         self._settings: Settings | None = None
         self._database: Database | None = None
         self.interrupts = Interrupts()
-        self.log: logs.Log = logs.configure(level="info", form="auto")
+        self.log: logs.Log = logs.configure()
         self.committed: Mapping[str, object] | None = None
 
     def __enter__(self) -> "Command":

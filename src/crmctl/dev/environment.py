@@ -1,8 +1,9 @@
 """The development environment of a project: `dev up` starts it in the background, `dev down` stops it."""
 
 import fcntl
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,19 +12,26 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
+from crmctl.dev import identity
+from crmctl.dev.kafka import Broker, start_broker, stop_broker
 from crmctl.dev.postgres import PostgresServer, state_directory, write_private
+from crmctl.domain.topics import TOPICS
 
 DATABASE: Final = "crmctl"
 CONFIG_FILE: Final = Path(".crmctl", "dev.toml")
+KEY_FILE: Final = Path(".crmctl", "dev-key.pem")
 
-_SERVER: Final = "postgres"
+_POSTGRES: Final = "postgres"
+_KAFKA: Final = "kafka"
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What `up` left running, and what it had to do for it."""
+    """What `up` left running, and what it had to do for it. `kafka` is apache-kafka or librdkafka-mock."""
 
     database_url: str = field(repr=False)
+    kafka: str
+    bootstrap_servers: str
     config_file: Path
     server_directory: Path
     pid: int | None
@@ -31,25 +39,31 @@ class Environment:
     database_created: bool
 
 
-def up(directory: Path) -> Environment:
-    """Start the project's server unless it runs, migrate its database, write `.crmctl/dev.toml` (mode 0600).
+def up(directory: Path, announce: Callable[[str], None]) -> Environment:
+    """Start the project's servers unless they run, migrate, create the topics, write `.crmctl/dev.toml` (0600).
 
-    `directory` is the project, that is, the working directory. The server survives the command and loses
-    nothing in a power cut (fsync is on). A second `up`, also one at the same moment, changes nothing.
+    `directory` is the project, that is, the working directory. The servers survive the command, and PostgreSQL
+    loses nothing in a power cut (fsync is on). A second `up`, also one at the same moment, changes nothing.
+    `announce` is told of what takes long.
     """
     from crmctl.adapters.migrations import upgrade
 
     with _only_one(directory):
-        server = PostgresServer(state_directory(_SERVER, directory))
+        server = PostgresServer(state_directory(_POSTGRES, directory))
         already_running = server.running
         server.start(fsync=True, dies_with_parent=False)
-        created = _create_database(server)
+        created = create_database(server)
         url = server.url(DATABASE)
         upgrade(url)
+        broker = start_broker(state_directory(_KAFKA, directory), dies_with_parent=False, announce=announce)
+        create_topics(broker)
         config_file = directory.resolve() / CONFIG_FILE
-        _write_config(config_file, url)
+        config_file.parent.mkdir(exist_ok=True)
+        _write_config(config_file, url, broker, identity.ensure_key(directory.resolve() / KEY_FILE))
         return Environment(
             database_url=url,
+            kafka=broker.kind,
+            bootstrap_servers=broker.bootstrap_servers,
             config_file=config_file,
             server_directory=server.directory,
             pid=server.pid,
@@ -59,21 +73,48 @@ def up(directory: Path) -> Environment:
 
 
 def down(directory: Path, *, purge: bool = False) -> bool:
-    """Stop the project's server and remove `dev.toml`; whether there was anything to stop.
+    """Stop the project's servers and remove `dev.toml`; whether there was anything to stop.
 
     The data stays for the next `up`, unless `purge` says otherwise.
     """
     config_file = directory.resolve() / CONFIG_FILE
-    server = PostgresServer(state_directory(_SERVER, directory))
-    if not server.directory.exists() and not config_file.exists():
+    server = PostgresServer(state_directory(_POSTGRES, directory))
+    kafka_directory = state_directory(_KAFKA, directory)
+    if not any(path.exists() for path in (server.directory, kafka_directory, config_file)):
         return False
     with _only_one(directory):
         was_running = server.running
         server.stop()
+        was_running |= stop_broker(kafka_directory)
         config_file.unlink(missing_ok=True)
         if purge:
             shutil.rmtree(server.directory, ignore_errors=True)
+            shutil.rmtree(kafka_directory, ignore_errors=True)
+            (directory.resolve() / KEY_FILE).unlink(missing_ok=True)
     return was_running
+
+
+def create_database(server: PostgresServer) -> bool:
+    """Create the environment's database; whether it was missing."""
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        if connection.execute("select from pg_database where datname = %s", (DATABASE,)).fetchone() is not None:
+            return False
+        connection.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
+        return True
+
+
+def create_topics(broker: Broker) -> None:
+    """Create the topics of the contracts; the mock makes a topic when it is asked about it by name."""
+    from crmctl.adapters import kafka, topics
+    from crmctl.settings import KafkaSettings
+    from crmctl.telemetry import logs
+
+    client = kafka.admin(KafkaSettings(bootstrap_servers=broker.bootstrap_servers), logs.configure(level="error"))
+    if broker.kind == "apache-kafka":
+        topics.create(client, TOPICS)
+    else:
+        for topic in TOPICS:
+            client.list_topics(topic.name, timeout=10)
 
 
 @contextmanager
@@ -85,16 +126,21 @@ def _only_one(directory: Path) -> Iterator[None]:
         yield
 
 
-def _create_database(server: PostgresServer) -> bool:
-    with psycopg.connect(server.url(), autocommit=True) as connection:
-        if connection.execute("select from pg_database where datname = %s", (DATABASE,)).fetchone() is not None:
-            return False
-        connection.execute(sql.SQL("create database {}").format(sql.Identifier(DATABASE)))
-        return True
-
-
-def _write_config(path: Path, url: str) -> None:
-    path.parent.mkdir(exist_ok=True)
+def _write_config(path: Path, url: str, broker: Broker, public_key: str) -> None:
+    # Every JSON string is a TOML string.
+    lines = [
+        "# Written by `crmctl dev up`, removed by `crmctl dev down`.",
+        f"database_url = {json.dumps(url)}",
+        "",
+        "[kafka]",
+        f"bootstrap_servers = {json.dumps(broker.bootstrap_servers)}",
+        "",
+        "[auth]",
+        f"issuer = {json.dumps(identity.ISSUER)}",
+        f"audience = {json.dumps(identity.AUDIENCE)}",
+        f"algorithm = {json.dumps(identity.ALGORITHM)}",
+        f"public_key = {json.dumps(public_key)}",
+    ]
     unfinished = path.with_suffix(".unfinished")
-    write_private(unfinished, f'# Written by `crmctl dev up`, removed by `crmctl dev down`.\ndatabase_url = "{url}"\n')
+    write_private(unfinished, "\n".join(lines) + "\n")
     unfinished.replace(path)

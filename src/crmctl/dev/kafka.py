@@ -59,10 +59,12 @@ def temporary_kafka(*, settings: Mapping[str, str] | None = None) -> Iterator[Ka
 
 
 @contextlib.contextmanager
-def temporary_broker(*, settings: Mapping[str, str] | None = None) -> Iterator[Broker]:
+def temporary_broker(
+    *, settings: Mapping[str, str] | None = None, announce: Callable[[str], None] | None = None
+) -> Iterator[Broker]:
     """What `start_broker` starts, in a directory of its own, which is gone afterwards; it dies with the thread."""
     with _temporary_directory() as directory:
-        yield start_broker(directory, dies_with_parent=True, settings=settings)
+        yield start_broker(directory, dies_with_parent=True, settings=settings, announce=announce)
 
 
 @contextlib.contextmanager

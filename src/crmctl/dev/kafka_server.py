@@ -174,7 +174,8 @@ class KafkaServer:
         if self._configuration.exists():
             listeners = _read_properties(self._configuration)["listeners"]
         else:
-            listeners = f"PLAINTEXT://127.0.0.1:{_free_port()},CONTROLLER://127.0.0.1:{_free_port()}"
+            broker, controller = _two_free_ports()
+            listeners = f"PLAINTEXT://127.0.0.1:{broker},CONTROLLER://127.0.0.1:{controller}"
         self._write_configuration(self._configuration, self.data, listeners)
         self._run([*program, "kafka.Kafka", self._configuration.name])
 
@@ -185,7 +186,8 @@ class KafkaServer:
         configuration = self.directory / "format.properties"
         self._write_configuration(configuration, unfinished, "PLAINTEXT://127.0.0.1:1,CONTROLLER://127.0.0.1:2")
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", configuration.name]
+        # One argument, because an id may begin with a dash.
+        arguments = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", configuration.name]
         said_before = self.log.stat().st_size
         self._run([*program, *arguments])
         while self.running:
@@ -249,10 +251,12 @@ def _read_properties(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _free_port() -> int:
-    while True:
+def _two_free_ports() -> set[int]:
+    free: set[int] = set()
+    while len(free) < 2:
         port = secrets.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
-            return port
+            free.add(port)
+    return free

@@ -10,7 +10,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 Log = FilteringBoundLogger
 
 
-def configure(*, level: str, form: Literal["auto", "json", "text"]) -> Log:
+def configure(*, level: str = "info", form: Literal["auto", "json", "text"] = "auto") -> Log:
     """Build the logger of this run; a stderr that cannot be written to never stops the run."""
     if form == "auto":
         form = "text" if sys.stderr is not None and sys.stderr.isatty() else "json"

@@ -1,0 +1,72 @@
+"""The pages say what the code does."""
+
+import re
+from pathlib import Path
+
+import typer
+from pydantic import BaseModel
+from typer.core import TyperGroup
+
+from crmctl.cli.app import app
+from crmctl.cli.exits import Exit
+from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def setting_names(model: type[BaseModel], prefix: str = "") -> set[str]:
+    names: set[str] = set()
+    for name, info in model.model_fields.items():
+        nested = info.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            names |= setting_names(nested, f"{prefix}{name}.")
+        else:
+            names.add(prefix + name)
+    return names
+
+
+def test_every_setting_is_on_its_page_and_no_other() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert set(re.findall(r"^\| `([a-z_.]+)` \|", page, re.MULTILINE)) == setting_names(Settings)
+
+
+def test_every_exit_code_is_on_its_page_and_no_other() -> None:
+    page = (ROOT / "docs" / "exit-codes.md").read_text()
+    assert set(re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", page, re.MULTILINE)) == {
+        (str(code.value), code.name) for code in Exit
+    }
+
+
+def test_the_contract_page_lists_the_payload_exactly() -> None:
+    page = (ROOT / "docs" / "contracts.md").read_text()
+    section = page.split(f"## `{BOOKING_EXPIRED.topic}`")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == BOOKING_EXPIRED.payload_fields
+
+
+def test_every_runtime_dependency_has_a_line_on_why() -> None:
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    block = pyproject.split("dependencies = [")[1].split("]\n")[0]
+    for name in re.findall(r'^  "([a-z-]+)', block, re.MULTILINE):
+        assert re.search(rf"^\|[^|]*\b{name}\b", page, re.MULTILINE), name
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+
+    def leaves(command: object, path: str = "") -> list[str]:
+        if isinstance(command, TyperGroup):
+            return [leaf for name, child in command.commands.items() for leaf in leaves(child, f"{path} {name}")]
+        return [path.strip()]
+
+    for leaf in leaves(typer.main.get_command(app)):
+        assert f"`{leaf}" in readme, leaf
+
+
+def test_every_job_has_a_runbook_and_its_links_lead_somewhere() -> None:
+    for job in ("expire-bookings", "extend-booking", "relay-outbox"):
+        assert (ROOT / "runbooks" / f"{job}.md").is_file()
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runbooks/*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
