@@ -4,6 +4,8 @@ The one module that builds producers, consumers and admin clients. No message ma
 """
 
 import logging
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
@@ -17,6 +19,7 @@ from crmctl.telemetry.logs import Log
 # How long a record may wait for its acknowledgement, and how long a look at the cluster may take (seconds).
 DELIVERY_TIMEOUT: Final = 15.0
 METADATA_TIMEOUT: Final = 10.0
+_SLICE: Final = 1.0
 
 
 C = TypeVar("C", Producer, Consumer, AdminClient)
@@ -119,12 +122,18 @@ def consumer(settings: KafkaSettings, log: Log, *, group: str, **options: str | 
     )
 
 
-def existing_topics(client: Producer | AdminClient | Consumer) -> frozenset[str]:
-    """The topics of the cluster. Raises UnavailableError or ConfigurationError."""
-    try:
-        return frozenset(client.list_topics(timeout=METADATA_TIMEOUT).topics)
-    except KafkaException as error:
-        raise unavailable(error.args[0]) from None
+def existing_topics(
+    client: Producer | AdminClient | Consumer, stopping: Callable[[], bool] = lambda: False
+) -> frozenset[str]:
+    """The topics of the cluster. Raises UnavailableError, also when it should stop, or ConfigurationError."""
+    deadline = time.monotonic() + METADATA_TIMEOUT
+    while True:
+        try:
+            return frozenset(client.list_topics(timeout=_SLICE).topics)
+        except KafkaException as error:
+            away = error.args[0].code() in {KafkaError._TRANSPORT, KafkaError._TIMED_OUT}
+            if not away or stopping() or time.monotonic() >= deadline:
+                raise unavailable(error.args[0]) from None
 
 
 def _build(kind: type[C], settings: KafkaSettings, log: Log, options: dict[str, Any]) -> C:

@@ -22,6 +22,8 @@ from crmctl.domain.errors import CrmctlError, UnavailableError
 # relay's idle-in-transaction guard of 30 s.
 _WAVES_SECONDS: Final = 10.0
 _SLICE_SECONDS: Final = 0.1
+# How long reports are waited for once a signal asks to stop; what has none by then is published again later.
+_STOPPING_SECONDS: Final = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,19 @@ class Record:
 class Report:
     """What became of a batch: ids with an acknowledgement, ids that were refused and why, what ended it early.
 
-    A record that is in neither was not sent, or its fate is unknown: it is to be sent again.
+    A record that is in neither was not sent, or is one of the `unknown` that were given up without a report: it is
+    to be sent again.
     """
 
     delivered: list[UUID] = field(default_factory=list)
     refused: dict[UUID, str] = field(default_factory=dict)
+    unknown: int = 0
     outage: CrmctlError | None = None
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether nothing further may be sent: records without a report may still be on their way."""
+        return self.outage is not None or self.unknown > 0
 
 
 class Publisher:
@@ -68,14 +77,14 @@ class Publisher:
             queues[record.order].append(record)
         end = self._clock() + _WAVES_SECONDS
         try:
-            producer = self._ready({record.topic for record in records})
-            while queues and report.outage is None and not stopping() and self._clock() < end:
+            producer = self._ready({record.topic for record in records}, stopping)
+            while queues and not report.broken_off and not stopping() and self._clock() < end:
                 wave = [queue.popleft() for queue in queues.values()]
-                delivered = self._send_wave(producer, wave, report)
+                delivered = self._send_wave(producer, wave, report, stopping)
                 queues = {order: queue for order, queue in queues.items() if order in delivered and queue}
         except CrmctlError as error:
             report.outage = error
-        if report.outage is not None:
+        if report.broken_off:
             self._abandon()
         return report
 
@@ -83,15 +92,17 @@ class Publisher:
         """Let the producer go; nothing is waiting in it."""
         self._producer = None
 
-    def _ready(self, topics: set[str]) -> Producer:
+    def _ready(self, topics: set[str], stopping: Callable[[], bool]) -> Producer:
         if self._producer is None:
             self._producer, self._topics = self._build(), frozenset()
         if not topics <= self._topics:
             # A topic that does not exist is asked for by name only once: the client would wait for it.
-            self._topics = kafka.existing_topics(self._producer)
+            self._topics = kafka.existing_topics(self._producer, stopping)
         return self._producer
 
-    def _send_wave(self, producer: Producer, wave: Sequence[Record], report: Report) -> set[str]:
+    def _send_wave(
+        self, producer: Producer, wave: Sequence[Record], report: Report, stopping: Callable[[], bool]
+    ) -> set[str]:
         """Send one record of each key; return the keys whose record was delivered.
 
         One oversized record can fail the whole set of records that travelled with it: those that were refused
@@ -101,27 +112,33 @@ class Publisher:
         for record in wave:
             if record.topic not in self._topics:
                 report.refused[record.id] = f"UNKNOWN_TOPIC_OR_PART: topic {record.topic} does not exist"
-        together = self._send(producer, known, report)
+        together = self._send(producer, known, report, stopping)
         if len(known) == 1:
             report.refused |= together.refused
             return together.delivered
         delivered = together.delivered
         for record in known:
-            if record.id in together.refused and report.outage is None:
-                alone = self._send(producer, [record], report)
+            if record.id in together.refused and not report.broken_off:
+                alone = self._send(producer, [record], report, stopping)
                 delivered |= alone.delivered
                 report.refused |= alone.refused
         return delivered
 
-    def _send(self, producer: Producer, records: Sequence[Record], report: Report) -> "_Flight":
-        """Send records of different keys and wait for their reports."""
+    def _send(
+        self, producer: Producer, records: Sequence[Record], report: Report, stopping: Callable[[], bool]
+    ) -> "_Flight":
+        """Send records of different keys and wait for their reports, only a little longer once it should stop."""
         flight = _Flight(report)
         deadline = self._clock() + kafka.DELIVERY_TIMEOUT + 1
         for record in records:
             flight.send(producer, record)
-        while flight.unreported and self._clock() < deadline:
+        stop_at: float | None = None
+        while flight.unreported and self._clock() < min(deadline, stop_at or deadline):
             producer.flush(_SLICE_SECONDS)
-        if flight.unreported and report.outage is None:
+            if stop_at is None and stopping():
+                stop_at = self._clock() + _STOPPING_SECONDS
+        report.unknown += flight.unreported
+        if flight.unreported and stop_at is None and report.outage is None:
             report.outage = UnavailableError(
                 f"Kafka did not acknowledge {flight.unreported} records in time", hint="check the brokers; run it again"
             )
@@ -173,6 +190,8 @@ class _Flight:
             self._fail(record, error)
 
     def _fail(self, record: Record, error: KafkaError) -> None:
+        if error.code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
+            return  # given up by us, after the report was closed
         if kafka.classify(error) is Fault.RECORD:
             self.refused[record.id] = kafka.describe(error)
         else:
