@@ -12,6 +12,8 @@ from crmctl.adapters import migrations
 from crmctl.dev.postgres import PostgresServer, temporary_server
 from tests.support import Database
 
+pytest_plugins = ["tests.kafka_fixtures"]
+
 _TEMPLATE = "crmctl_template"
 _numbers = itertools.count(1)
 
@@ -21,7 +23,9 @@ def _no_inherited_configuration() -> Iterator[None]:
     """Neither crmctl's settings nor libpq's reach a test from the shell that started it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(("CRMCTL_", "PG")) and not name.startswith(("CRMCTL_TEST_", "CRMCTL_PG_BIN")):
+            if name.startswith(("CRMCTL_", "PG")) and not name.startswith(
+                ("CRMCTL_TEST_", "CRMCTL_PG_BIN", "CRMCTL_CACHE_DIR")
+            ):
                 patch.delenv(name)
         yield
 
