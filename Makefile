@@ -44,7 +44,7 @@ chaos: $(STAMP)
 lock:
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml -o requirements/runtime.lock
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --extra embedded --group dev \
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --extra embedded --extra otel --group dev \
 	  -c requirements/runtime.lock pyproject.toml requirements/build.in -o requirements/dev.lock
 
 clean:
