@@ -76,6 +76,19 @@ class KafkaSettings(BaseModel):
     options: dict[str, str] = {}
 
 
+class ChatStatusSettings(BaseModel):
+    """The deal-chat-status consumer: its topics, its group, and where it answers to Prometheus and probes."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    topic: str = "pin.messenger.deal-chat-status-changed.v1"
+    dlq_topic: str = "pin.crm.deal-chat-status-dlq.v1"
+    group: str = "pin-crm-deal-chat-status"
+    group_instance_id: str | None = None
+    metrics_host: str = "0.0.0.0"  # noqa: S104  a pod's probes and Prometheus come from outside it
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+
+
 class Settings(BaseSettings):
     """Everything that crmctl can be told outside its command line."""
 
@@ -91,6 +104,7 @@ class Settings(BaseSettings):
     database: DatabaseSettings = DatabaseSettings()
     kafka: KafkaSettings = KafkaSettings()
     auth: AuthSettings = AuthSettings()
+    chat_status: ChatStatusSettings = ChatStatusSettings()
     actor_token: SecretStr | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "text"] = "auto"

@@ -83,8 +83,8 @@ def unavailable(error: KafkaError) -> CrmctlError:
     )
 
 
-def producer(settings: KafkaSettings, log: Log) -> Producer:
-    """An idempotent producer: acks=all, no record waits longer than DELIVERY_TIMEOUT."""
+def producer(settings: KafkaSettings, log: Log, **options: str | int | bool) -> Producer:
+    """An idempotent producer: acks=all, no record waits longer than DELIVERY_TIMEOUT unless `options` say so."""
     return _build(
         Producer,
         settings,
@@ -94,6 +94,7 @@ def producer(settings: KafkaSettings, log: Log) -> Producer:
             "acks": "all",
             "delivery.timeout.ms": round(DELIVERY_TIMEOUT * 1000),
             "partitioner": "murmur2_random",
+            **{name.replace("_", "."): value for name, value in options.items()},
         },
     )
 
@@ -117,7 +118,7 @@ def consumer(settings: KafkaSettings, log: Log, *, group: str, **options: str | 
             "isolation.level": "read_committed",
             # Its default of 1 s stalls a reader that has outrun its queue.
             "fetch.queue.backoff.ms": 10,
-            **options,
+            **{name.replace("_", "."): value for name, value in options.items()},
         },
     )
 

@@ -33,9 +33,9 @@ class Record:
     id: UUID
     order: str
     topic: str
-    key: bytes
-    value: bytes
-    headers: tuple[tuple[str, bytes], ...]
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
 
 
 @dataclass(slots=True)
@@ -60,8 +60,15 @@ class Report:
 class Publisher:
     """A producer that is made when it is first needed, and made anew after an outage."""
 
-    def __init__(self, build: Callable[[], Producer], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Producer],
+        *,
+        delivery_timeout: float = kafka.DELIVERY_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._build = build
+        self._delivery_timeout = delivery_timeout
         self._clock = clock
         self._producer: Producer | None = None
         self._topics: frozenset[str] = frozenset()
@@ -129,7 +136,7 @@ class Publisher:
     ) -> "_Flight":
         """Send records of different keys and wait for their reports, only a little longer once it should stop."""
         flight = _Flight(report)
-        deadline = self._clock() + kafka.DELIVERY_TIMEOUT + 1
+        deadline = self._clock() + self._delivery_timeout + 1
         for record in records:
             flight.send(producer, record)
         stop_at: float | None = None

@@ -8,7 +8,6 @@ whole on a serialization failure or a deadlock, and reported once.
 import os
 import secrets
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,10 +19,8 @@ from uuid import UUID, uuid4
 
 import psycopg
 import typer
-from psycopg.types.json import Jsonb
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from crmctl import __version__
 from crmctl import settings as settings_module
 from crmctl.adapters import postgres
 from crmctl.adapters.postgres import Database, Transaction
@@ -38,8 +35,8 @@ from crmctl.domain.errors import (
     UnavailableError,
 )
 from crmctl.jobs.job import Budget, Job, Progress, Run
+from crmctl.jobs.job_runs import RunRecord
 from crmctl.settings import Settings
-from crmctl.sql import load
 from crmctl.telemetry import logs
 
 O = TypeVar("O")  # noqa: E741
@@ -240,6 +237,7 @@ class _Runner(Generic[O, P]):
             before_sleep=self._before_retry,
             reraise=True,
         )
+        self._record = RunRecord(run.id, job.name, job.actor, plan.as_of)
         self._batches = 0
         self._warned: set[str] = set()
         self._started_at: datetime | None = None
@@ -326,7 +324,7 @@ class _Runner(Generic[O, P]):
             with self._command.interrupts.deferred() if self._job.graceful else nullcontext():
                 after = self._job.batch(tx, self._run, self._options, before)
             if after.counts() != before.counts():
-                self._record(tx, before, after)
+                self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
         except BaseException:
             self._rollback()
             raise
@@ -354,10 +352,6 @@ class _Runner(Generic[O, P]):
         except psycopg.Error:
             self._database.close()
 
-    def _record(self, tx: Transaction, before: P, after: P) -> None:
-        counts = _difference(before.counts(), after.counts())
-        tx.execute(_RUNS["record_batch"], {**self._identity(tx.now), "counts": Jsonb(counts)})
-
     def _record_failure(self, error: BaseException) -> None:
         """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
         failure = self._command.explain(error)
@@ -370,37 +364,21 @@ class _Runner(Generic[O, P]):
                 database = self._command.database(
                     f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
                 )
-                database.begin().execute(
-                    _RUNS["record_failure"],
-                    {
-                        **self._identity(self._started_at),
-                        "started_at": self._started_at,
-                        "error_code": failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
-                        "error": failure.message if isinstance(failure, CrmctlError) else None,
-                    },
+                self._record.failed(
+                    database.begin(),
+                    self._batches + 1,
+                    began=self._started_at,
+                    code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
+                    message=failure.message if isinstance(failure, CrmctlError) else None,
                 )
                 database.commit()
         except (psycopg.Error, CrmctlError) as reason:
             self._command.log.debug("the failure could not be recorded", reason=type(reason).__name__)
 
-    def _identity(self, now: datetime) -> dict[str, object]:
-        return {
-            "run_id": self._run.id,
-            "batch": self._batches + 1,
-            "job": self._job.name,
-            "actor": self._job.actor,
-            "as_of": self._plan.as_of or now,
-            "version": __version__,
-            "host": socket.gethostname(),
-        }
-
     def _before_retry(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         reason = postgres.describe(error) if isinstance(error, psycopg.Error) else None
         self._command.log.warning("retrying the transaction", attempt=state.attempt_number, reason=reason)
-
-
-_RUNS: Final = load("job_runs")
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

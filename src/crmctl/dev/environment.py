@@ -15,7 +15,7 @@ from psycopg import sql
 from crmctl.dev import identity
 from crmctl.dev.kafka import Broker, start_broker, stop_broker
 from crmctl.dev.postgres import PostgresServer, state_directory, write_private
-from crmctl.domain.topics import TOPICS
+from crmctl.domain.topics import CHAT_STATUS_TOPIC, TOPICS
 
 DATABASE: Final = "crmctl"
 CONFIG_FILE: Final = Path(".crmctl", "dev.toml")
@@ -111,9 +111,9 @@ def create_topics(broker: Broker) -> None:
 
     client = kafka.admin(KafkaSettings(bootstrap_servers=broker.bootstrap_servers), logs.configure(level="error"))
     if broker.kind == "apache-kafka":
-        topics.create(client, TOPICS)
+        topics.create(client, (*TOPICS, CHAT_STATUS_TOPIC))
     else:
-        for topic in TOPICS:
+        for topic in (*TOPICS, CHAT_STATUS_TOPIC):
             client.list_topics(topic.name, timeout=10)
 
 

@@ -22,7 +22,19 @@ BOOKING_EXPIRED_TOPIC: Final = Topic(
     partitions=6,
     config={"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)},
 )
-TOPICS: Final = (BOOKING_EXPIRED_TOPIC,)
+# Dead letters are kept until somebody resolves them. Larger than any source record with our headers on top.
+CHAT_STATUS_DLQ_TOPIC: Final = Topic(
+    name="pin.crm.deal-chat-status-dlq.v1",
+    partitions=3,
+    config={"cleanup.policy": "delete", "retention.ms": "-1", "max.message.bytes": str(10 * 1024 * 1024)},
+)
+TOPICS: Final = (BOOKING_EXPIRED_TOPIC, CHAT_STATUS_DLQ_TOPIC)
+# Messenger's: crmctl reads it and never creates it, except in the embedded environment.
+CHAT_STATUS_TOPIC: Final = Topic(
+    name="pin.messenger.deal-chat-status-changed.v1",
+    partitions=6,
+    config={"cleanup.policy": "delete"},
+)
 
 
 def faults(topic: Topic, partitions: int | None, config: Mapping[str, str]) -> list[str]:
@@ -34,13 +46,13 @@ def faults(topic: Topic, partitions: int | None, config: Mapping[str, str]) -> l
         found.append(f"{partitions} partitions, {topic.partitions} are asked for")
     for name, wanted in topic.config.items():
         has = config.get(name)
-        enough = has == wanted if name != "retention.ms" else _retention(has) >= _retention(wanted)
+        enough = has == wanted if name == "cleanup.policy" else _limit(has) >= _limit(wanted)
         if not enough:
             found.append(f"{name} is {has}, {wanted} is asked for")
     return found
 
 
-def _retention(value: str | None) -> float:
+def _limit(value: str | None) -> float:
     if value is None:
         return 0
     return float("inf") if value == "-1" else int(value)

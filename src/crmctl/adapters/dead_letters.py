@@ -1,0 +1,67 @@
+"""The dead-letter topic: the original record, byte for byte, with headers that say why and whence."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final
+from uuid import uuid4
+
+from crmctl.adapters.publisher import Publisher, Record
+from crmctl.adapters.record_source import RawRecord
+from crmctl.domain.chat_status import ErrorCode
+from crmctl.domain.errors import UnavailableError
+
+_LONGEST_REASON_BYTES: Final = 1_000
+_HEADERS: Final = (
+    "x-dlq-reason",
+    "x-dlq-error-code",
+    "x-source-topic",
+    "x-original-offset",
+    "x-source-topic-id",
+    "x-original-partition",
+    "x-original-timestamp",
+    "x-dlq-group",
+    "x-dlq-attempts",
+    "x-dlq-failed-at",
+)
+
+
+class DeadLetters:
+    """Writes dead letters and waits for their acknowledgement."""
+
+    def __init__(self, publisher: Publisher, topic: str, group: str) -> None:
+        self._publisher = publisher
+        self._topic = topic
+        self._group = group
+
+    def write(self, letters: list[tuple[RawRecord, ErrorCode, str, int]], stopping: Callable[[], bool]) -> None:
+        """Write (record, code, reason, attempts) each. Raises UnavailableError unless all were acknowledged."""
+        records = [self._record(*letter) for letter in letters]
+        report = self._publisher.publish(records, stopping)
+        if report.outage is not None:
+            raise report.outage
+        if report.refused:
+            raise UnavailableError(
+                f"{self._topic} refuses {len(report.refused)} dead letters: {next(iter(report.refused.values()))}",
+                hint="nothing is committed past them; run: crmctl topics check",
+            )
+        if len(report.delivered) < len(records):
+            raise UnavailableError(f"{self._topic} did not acknowledge every dead letter in time")
+
+    def _record(self, raw: RawRecord, code: ErrorCode, reason: str, attempts: int) -> Record:
+        values = (
+            reason.encode(errors="replace")[:_LONGEST_REASON_BYTES].decode(errors="ignore").replace("\0", "�"),
+            code.value,
+            raw.topic,
+            str(raw.position.offset),
+            raw.position.topic_id,
+            str(raw.position.partition),
+            str(raw.timestamp_ms),
+            self._group,
+            str(attempts),
+            datetime.now(UTC).isoformat(),
+        )
+        original = tuple(header for header in raw.headers if header[0] not in _HEADERS)
+        ours = tuple((name, value.encode()) for name, value in zip(_HEADERS, values, strict=True))
+        # Letters of one key keep their order; records without a key have none.
+        order = raw.key.hex() if raw.key is not None else str(raw.position)
+        return Record(uuid4(), order, self._topic, raw.key, raw.value, original + ours)

@@ -1,0 +1,223 @@
+"""A topic read as a member of a consumer group: batches of records, the progress to commit, held partitions.
+
+Nothing is committed by itself. Progress counts what was polled, and gaps (compaction, transaction markers) as the
+end-of-partition events show them; the caller commits it once a batch is done.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from crmctl.adapters import kafka
+from crmctl.domain.chat_status import Position
+from crmctl.domain.errors import ConfigurationError, UnavailableError
+from crmctl.telemetry.logs import Log
+
+Headers = tuple[tuple[str, bytes | None], ...]
+
+_HEARTBEAT_SECONDS: Final = 0.5
+_CALL_SECONDS: Final = 10.0
+# Losing a partition between a batch and its commit is ordinary: its new owner reads the batch again.
+_MOVED_ON: Final = frozenset(
+    {
+        KafkaError.ILLEGAL_GENERATION,
+        KafkaError.UNKNOWN_MEMBER_ID,
+        KafkaError.REBALANCE_IN_PROGRESS,
+        KafkaError.FENCED_INSTANCE_ID,
+        KafkaError._NO_OFFSET,
+        KafkaError._STATE,
+        KafkaError._ASSIGNMENT_LOST,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """A record as it is in its topic: `timestamp_ms` is Kafka's, -1 where there is none."""
+
+    position: Position
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: Headers
+    timestamp_ms: int
+
+
+@dataclass(slots=True)
+class Topic:
+    """What the cluster says of the source: its id changes when the topic is re-created."""
+
+    name: str
+    id: str = ""
+    partition_count: int = 0
+
+
+@dataclass(slots=True)
+class RecordSource:
+    """The group member. `assigned` maps our partitions to the next offset, None until something was read."""
+
+    consumer: Consumer
+    admin: AdminClient
+    topic: Topic
+    log: Log
+    assigned: dict[int, int | None] = field(default_factory=dict)
+    joined: bool = False
+    _carried: list[RawRecord] = field(default_factory=list)
+    _moved: set[int] = field(default_factory=set)
+    _ends: set[int] = field(default_factory=set)
+    _paused: bool = False
+
+    def subscribe(self) -> None:
+        """Join the group. Raises UnavailableError or ConfigurationError."""
+        self.refresh()
+        self.consumer.subscribe(
+            [self.topic.name], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_revoke
+        )
+
+    def refresh(self) -> None:
+        """Look the topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
+        try:
+            futures = self.admin.describe_topics(TopicCollection([self.topic.name]), request_timeout=_CALL_SECONDS)
+            description = futures[self.topic.name].result()
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise ConfigurationError(
+                    f"topic {self.topic.name} does not exist", hint="its owner creates it; see crmctl topics check"
+                ) from None
+            raise kafka.unavailable(error.args[0]) from None
+        self.topic.id = str(description.topic_id)
+        self.topic.partition_count = len(description.partitions)
+
+    def end_offsets(self) -> dict[int, int]:
+        """The end of every partition now."""
+        try:
+            return {
+                number: self.consumer.get_watermark_offsets(
+                    TopicPartition(self.topic.name, number), timeout=_CALL_SECONDS
+                )[1]
+                for number in range(self.topic.partition_count)
+            }
+        except KafkaException as error:
+            raise kafka.unavailable(error.args[0]) from None
+
+    def poll(self, limit: int, seconds: float) -> list[RawRecord]:
+        """Take up to `limit` records, waiting at most so long. Raises UnavailableError or ConfigurationError."""
+        carried, self._carried = self._carried, []
+        return carried or self._consume(limit, seconds)
+
+    def _consume(self, limit: int, seconds: float) -> list[RawRecord]:
+        records = []
+        for message in self.consumer.consume(limit, seconds):
+            if (error := message.error()) is None:
+                records.append(self._record(message))
+            elif error.code() == KafkaError._PARTITION_EOF:
+                self._reach(message)
+            elif error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART or error.fatal():
+                raise UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
+            else:
+                self.log.warning("kafka consumer", reason=kafka.describe(error))
+        return [record for record in records if record.position.partition in self.assigned]
+
+    def commit(self) -> None:
+        """Commit the progress of the partitions that are still ours. Raises UnavailableError."""
+        offsets = [
+            TopicPartition(self.topic.name, number, offset)
+            for number, offset in self.assigned.items()
+            if offset is not None
+        ]
+        if not offsets:
+            return
+        try:
+            self.consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as error:
+            if error.args[0].code() not in _MOVED_ON:
+                raise kafka.unavailable(error.args[0]) from None
+            self.log.warning("offsets not committed", reason=kafka.describe(error.args[0]))
+
+    def hold(self, seconds: float, stopping: Callable[[], bool]) -> None:
+        """Wait with paused partitions; polling goes on, so the group does not rebalance."""
+        end = time.monotonic() + seconds
+        self._paused = True
+        self._pause()
+        try:
+            while (left := end - time.monotonic()) > 0 and not stopping():
+                # Rebalances and heartbeats happen in here. A partition that has just become ours may slip a record
+                # in before it is paused: it is kept for the next poll.
+                self._carried += self._consume(1, min(left, _HEARTBEAT_SECONDS))
+        finally:
+            self._paused = False
+            self.consumer.resume([TopicPartition(self.topic.name, number) for number in self.assigned])
+
+    def take_moved(self) -> set[int]:
+        """The partitions that left us since the last call: what was read from them is their new owner's."""
+        moved, self._moved = self._moved, set()
+        return moved
+
+    def at_end(self, ends: dict[int, int]) -> bool:
+        """Whether every partition of ours has been read up to `ends`."""
+        return self.joined and all((offset or 0) >= ends.get(number, 0) for number, offset in self.assigned.items())
+
+    @property
+    def idle(self) -> bool:
+        """Whether every partition of ours was seen at its end and nothing was read since."""
+        return self._ends >= self.assigned.keys()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.consumer.close()
+
+    def _record(self, message: Message) -> RawRecord:
+        number, offset = message.partition(), message.offset()
+        assert number is not None  # noqa: S101
+        assert offset is not None  # noqa: S101  a record has both
+        if number in self.assigned:
+            self.assigned[number] = offset + 1
+        self._ends.discard(number)
+        kind, timestamp = message.timestamp()
+        return RawRecord(
+            position=Position(self.topic.id, number, offset),
+            topic=self.topic.name,
+            key=_bytes(message.key()),
+            value=_bytes(message.value()),
+            headers=tuple((name, _bytes(value)) for name, value in _pairs(message)),
+            timestamp_ms=timestamp if kind else -1,
+        )
+
+    def _reach(self, message: Message) -> None:
+        number, offset = message.partition(), message.offset()
+        if number in self.assigned and offset is not None and offset >= 0:
+            self.assigned[number] = max(self.assigned[number] or 0, offset)
+            self._ends.add(number)
+
+    def _pause(self) -> None:
+        self.consumer.pause([TopicPartition(self.topic.name, number) for number in self.assigned])
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self.joined = True
+        self.refresh()
+        for partition in partitions:
+            self.assigned[partition.partition] = None
+        consumer.incremental_assign(partitions)
+        if self._paused:
+            self._pause()
+
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        for partition in partitions:
+            self.assigned.pop(partition.partition, None)
+            self._ends.discard(partition.partition)
+            self._moved.add(partition.partition)
+        self._carried = [record for record in self._carried if record.position.partition in self.assigned]
+        consumer.incremental_unassign(partitions)
+
+
+def _bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _pairs(message: Message) -> list[tuple[str, str | bytes | None]]:
+    headers = message.headers() or []
+    return list(headers.items()) if isinstance(headers, dict) else headers

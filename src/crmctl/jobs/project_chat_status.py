@@ -1,0 +1,256 @@
+"""One batch of the deal-chat-status projection, as one transaction (source 003, steps 1 to 5).
+
+What it changes, in this order: advisory locks of the partitions, so that a zombie owner and its successor cannot
+interleave; the deals, locked in id order; then, in later statements that see what the last holder of those locks
+committed, it reads positions, marks and deferred events, and decides by `domain.chat_status.plan`. It writes
+`deals.chat_status` and `updated_at`, `deal_chat_positions`, `processed_messages` and `deferred_messages`.
+
+A crash leaves all of it or nothing; the records are read again, and what is marked is a duplicate then. Dead letters
+are not written here: a plan that has any raises DeadLettersFirst; the caller rolls back, writes them with no transaction
+open, and runs the batch again with them condemned.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Final
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from crmctl.adapters.postgres import Transaction, describe, is_data_error
+from crmctl.adapters.record_source import RawRecord
+from crmctl.domain.chat_status import Deal, Decision, Deferred, ErrorCode, Event, Outcome, Plan, Position, plan
+from crmctl.domain.chat_status_decoding import decode
+from crmctl.sql import load
+
+STATEMENTS: Final = load("consume_chat_status")
+MARK_PREFIX: Final = "crm:deal-chat-status:"
+_MARKED: Final = frozenset({Outcome.APPLIED, Outcome.STALE, Outcome.SOFT_DELETED})
+
+
+class DeadLettersFirst(Exception):  # noqa: N818  a signal to the caller, not an error
+    """The batch has dead letters that are not written yet; roll back, write them, run it again."""
+
+    def __init__(self, decisions: Sequence[Decision], raws: Mapping[Position, RawRecord]) -> None:
+        super().__init__(f"{len(decisions)} dead letters")
+        self.letters = [(raws[d.event.position], d) for d in decisions]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose work this is: the group, the topic as it is now, and the partitions that we own."""
+
+    group: str
+    topic: str
+    topic_id: str
+    partition_count: int
+    partitions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Decoded new events in order of arrival, with their raw records."""
+
+    events: tuple[Event, ...]
+    raws: Mapping[Position, RawRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    deferred: dict[Position, Deferred]
+    raws: dict[Position, RawRecord]
+
+
+def project(
+    tx: Transaction,
+    scope: Scope,
+    batch: Batch,
+    now: datetime,
+    condemned: Mapping[Position, tuple[ErrorCode, str]],
+    *,
+    retry_limit: int,
+) -> Plan:
+    """Apply a batch and the deferred events that are due, and return what was decided of each.
+
+    Raises DeadLettersFirst when the plan has dead letters that are not condemned yet, and what psycopg raises.
+    """
+    _lock_partitions(tx, scope)
+    due = _due_deals(tx, scope, now, retry_limit)
+    deal_ids = sorted({event.deal_id for event in batch.events}.union(due))
+    if not deal_ids:
+        return Plan()
+    deals = _lock_deals(tx, deal_ids)
+    waiting = _waiting(tx, deal_ids)
+    seen = _marks(tx, batch.events)
+    decided = plan(batch.events, waiting.deferred.values(), deals, seen, now, condemned)
+    raws = {**batch.raws, **waiting.raws}
+    if new := [letter for letter in decided.dead_letters if letter.event.position not in condemned]:
+        raise DeadLettersFirst(new, raws)
+    try:
+        with tx.savepoint():
+            _write(tx, scope, decided, waiting, raws)
+    except psycopg.Error as error:
+        if not is_data_error(error):
+            raise
+        failing = _find_failing(tx, scope, decided, waiting, raws)
+        if not failing:  # it fails as a whole and in no part: nobody to blame
+            raise
+        raise DeadLettersFirst(failing, raws) from None
+    return decided
+
+
+def _lock_partitions(tx: Transaction, scope: Scope) -> None:
+    keys = [
+        int.from_bytes(hashlib.sha256(f"{scope.group}/{scope.topic}/{number}".encode()).digest()[:8], signed=True)
+        for number in scope.partitions
+    ]
+    tx.execute(STATEMENTS["lock_partitions"], {"keys": keys})
+
+
+def _due_deals(tx: Transaction, scope: Scope, now: datetime, limit: int) -> list[str]:
+    rows = tx.all(
+        STATEMENTS["due_deals"],
+        {
+            "now": now,
+            "topic_id": scope.topic_id,
+            "partitions": list(scope.partitions),
+            "partition_count": scope.partition_count,
+            "orphans": 0 in scope.partitions,
+            "limit": limit,
+        },
+    )
+    return [row["deal_id"] for row in rows]
+
+
+def _lock_deals(tx: Transaction, deal_ids: list[str]) -> dict[str, Deal]:
+    locked = tx.all(STATEMENTS["lock_deals"], {"deal_ids": deal_ids})
+    deals = {row["id"]: Deal(row["tenant_id"], row["chat_status"], row["deleted"]) for row in locked}
+    for row in tx.all(STATEMENTS["positions"], {"deal_ids": list(deals)}):
+        position = Position(row["topic_id"], row["partition"], row["offset"])
+        deals[row["deal_id"]] = replace(deals[row["deal_id"]], position=position, changed_at=row["changed_at"])
+    return deals
+
+
+def _marks(tx: Transaction, events: Sequence[Event]) -> set[str]:
+    message_ids = [event.message_id for event in events]
+    rows = tx.all(
+        STATEMENTS["marks"],
+        {
+            "prefix_length": len(MARK_PREFIX),
+            "keys": [MARK_PREFIX + message_id for message_id in message_ids],
+            "message_ids": message_ids,
+        },
+    )
+    return {row["message_id"] for row in rows}
+
+
+def _waiting(tx: Transaction, deal_ids: list[str]) -> _Waiting:
+    waiting = _Waiting({}, {})
+    for row in tx.all(STATEMENTS["deferred"], {"deal_ids": deal_ids}):
+        position = Position(row["topic_id"], row["partition"], row["offset"])
+        headers = tuple((name, None if text is None else base64.b64decode(text)) for name, text in row["headers"])
+        waiting.raws[position] = RawRecord(
+            position, row["topic"], row["key"], row["value"], headers, row["timestamp_ms"]
+        )
+        event = decode(row["value"], position)
+        waiting.deferred[position] = Deferred(event, row["attempts"], row["next_attempt_at"])
+    return waiting
+
+
+def _write(tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]) -> None:
+    decisions = decided.decisions
+    marks = sorted(MARK_PREFIX + d.event.message_id for d in decisions if d.outcome in _MARKED)
+    done = [
+        d.event.position
+        for d in decisions
+        if d.outcome not in (Outcome.DEFERRED, Outcome.DUPLICATE) and d.event.position in waiting.deferred
+    ]
+    if marks or done or decided.deals:
+        tx.execute(STATEMENTS["write"], {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)})
+    deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED and _has_changed(d, waiting)]
+    if deferred:
+        tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(deferred, raws)})
+
+
+def _has_changed(decision: Decision, waiting: _Waiting) -> bool:
+    item = waiting.deferred.get(decision.event.position)
+    return item is None or item.next_attempt_at != decision.next_attempt_at
+
+
+def _deal_arrays(decided: Plan) -> dict[str, list[Any]]:
+    changed = sorted(decided.deals.items())
+    positions = [deal.position for _, deal in changed if deal.position is not None]
+    return {
+        "deal_ids": [deal_id for deal_id, _ in changed],
+        "chat_statuses": [str(deal.status) for _, deal in changed],
+        "topic_ids": [position.topic_id for position in positions],
+        "partitions": [position.partition for position in positions],
+        "offsets": [position.offset for position in positions],
+        "changed_ats": [deal.changed_at for _, deal in changed],
+    }
+
+
+def _done_arrays(done: Iterable[Position]) -> dict[str, list[Any]]:
+    positions = list(done)
+    return {
+        "done_topic_ids": [position.topic_id for position in positions],
+        "done_partitions": [position.partition for position in positions],
+        "done_offsets": [position.offset for position in positions],
+    }
+
+
+def _deferred_arrays(decisions: Sequence[Decision], raws: Mapping[Position, RawRecord]) -> dict[str, list[Any]]:
+    records = [raws[d.event.position] for d in decisions]
+    return {
+        "topic_ids": [d.event.position.topic_id for d in decisions],
+        "partitions": [d.event.position.partition for d in decisions],
+        "offsets": [d.event.position.offset for d in decisions],
+        "message_ids": [d.event.message_id for d in decisions],
+        "deal_ids": [d.event.deal_id for d in decisions],
+        "keys": [record.key for record in records],
+        "values": [record.value for record in records],
+        "headers": [
+            Jsonb([(name, None if v is None else base64.b64encode(v).decode()) for name, v in record.headers])
+            for record in records
+        ],
+        "timestamps": [record.timestamp_ms for record in records],
+        "attempts": [d.attempts for d in decisions],
+        "next_attempts_at": [d.next_attempt_at for d in decisions],
+    }
+
+
+def _find_failing(
+    tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]
+) -> list[Decision]:
+    """Halve the batch by deals, each half under a savepoint, down to the deals whose write PostgreSQL refuses.
+
+    All events of such a deal that would have written something are dead letters, with PostgreSQL's reason.
+    """
+    failing: list[Decision] = []
+    groups = [sorted({d.event.deal_id for d in decided.decisions})]
+    while groups:
+        deal_ids = groups.pop()
+        members = set(deal_ids)
+        part = Plan(
+            [d for d in decided.decisions if d.event.deal_id in members],
+            {deal_id: deal for deal_id, deal in decided.deals.items() if deal_id in members},
+        )
+        try:
+            with tx.savepoint():
+                _write(tx, scope, part, waiting, raws)
+        except psycopg.Error as error:
+            if not is_data_error(error):
+                raise
+            if len(deal_ids) > 1:
+                middle = len(deal_ids) // 2
+                groups += [deal_ids[:middle], deal_ids[middle:]]
+                continue
+            failing += [
+                replace(d, outcome=Outcome.DEAD_LETTERED, code=ErrorCode.APPLY_FAILED, reason=describe(error))
+                for d in part.decisions
+                if d.outcome in _MARKED or d.outcome is Outcome.DEFERRED
+            ]
+    return failing
