@@ -66,6 +66,7 @@ class RecordSource:
     log: Log
     assigned: dict[int, int | None] = field(default_factory=dict)
     joined: bool = False
+    _committed: dict[int, int] = field(default_factory=dict)
     _carried: list[RawRecord] = field(default_factory=list)
     _moved: set[int] = field(default_factory=set)
     _ends: set[int] = field(default_factory=set)
@@ -127,7 +128,7 @@ class RecordSource:
         offsets = [
             TopicPartition(self.topic.name, number, offset)
             for number, offset in self.assigned.items()
-            if offset is not None
+            if offset is not None and offset != self._committed.get(number)
         ]
         if not offsets:
             return
@@ -137,6 +138,8 @@ class RecordSource:
             if error.args[0].code() not in _MOVED_ON:
                 raise kafka.unavailable(error.args[0]) from None
             self.log.warning("offsets not committed", reason=kafka.describe(error.args[0]))
+        else:
+            self._committed |= {entry.partition: entry.offset for entry in offsets}
 
     def hold(self, seconds: float, stopping: Callable[[], bool]) -> None:
         """Wait with paused partitions; polling goes on, so the group does not rebalance."""
@@ -201,6 +204,7 @@ class RecordSource:
         self.refresh()
         for partition in partitions:
             self.assigned[partition.partition] = None
+            self._committed.pop(partition.partition, None)
         consumer.incremental_assign(partitions)
         if self._paused:
             self._pause()

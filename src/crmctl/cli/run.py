@@ -145,7 +145,7 @@ class Command:
     def run(self, job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
         """Run a job's batches, one transaction each, print the result and exit with its code."""
         run = Run(
-            uuid4(), _traceparent(), Budget(plan.time_budget), stopping=lambda: self.interrupts.pending is not None
+            uuid4(), traceparent(), Budget(plan.time_budget), stopping=lambda: self.interrupts.pending is not None
         )
         self.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
         runner = _Runner(self, job, options, run, plan)
@@ -400,7 +400,7 @@ def _explain_commit(error: psycopg.Error, run_id: UUID) -> Exception:
     return error
 
 
-def _traceparent() -> str:
+def traceparent() -> str:
     """The W3C context of this run: a child of `TRACEPARENT` where the caller set one, else a new trace."""
     parts = os.environ.get("TRACEPARENT", "").split("-")
     trace_id, flags = secrets.token_hex(16), "00"

@@ -42,6 +42,12 @@ class Run:
     budget: Budget = field(default_factory=lambda: Budget(None))
     stopping: Callable[[], bool] = _never
 
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not on while a signal asks to stop."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self.stopping():
+            time.sleep(min(left, 0.1))
+
 
 class Progress(Protocol):
     """Where a run stands after a batch: immutable, so that a batch that rolls back leaves no trace in it."""

@@ -6,8 +6,8 @@ committed, it reads positions, marks and deferred events, and decides by `domain
 `deals.chat_status` and `updated_at`, `deal_chat_positions`, `processed_messages` and `deferred_messages`.
 
 A crash leaves all of it or nothing; the records are read again, and what is marked is a duplicate then. Dead letters
-are not written here: a plan that has any raises DeadLettersFirst; the caller rolls back, writes them with no transaction
-open, and runs the batch again with them condemned.
+are not written here: a plan that has any raises DeadLettersFirst; the caller rolls back, writes them with no
+transaction open, and runs the batch again with them condemned.
 """
 
 import base64

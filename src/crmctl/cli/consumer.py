@@ -1,0 +1,76 @@
+"""Builds the chat-status consumer out of the settings, and runs it under the command's signals."""
+
+from datetime import timedelta
+from uuid import uuid4
+
+from crmctl.adapters import kafka
+from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.publisher import Publisher
+from crmctl.adapters.record_source import RecordSource, Topic
+from crmctl.cli.run import Command, traceparent
+from crmctl.domain.errors import ConfigurationError
+from crmctl.jobs.consume_chat_status import JOB_NAME, Consumption, Options
+from crmctl.jobs.job import Budget, Run
+from crmctl.telemetry import metrics
+from crmctl.telemetry.tracing import Tracing
+
+_DLQ_TIMEOUT_SECONDS = 10.0
+# A source record of any size fits, with our headers on top.
+_DLQ_MAX_BYTES = 12 * 1024 * 1024
+
+
+def run_consumer(
+    command: Command, until_caught_up: bool, batch_size: int, time_budget: timedelta | None
+) -> dict[str, object]:
+    """Consume until it ends by itself or by a signal; return the result document."""
+    chat, brokers, log = command.settings.chat_status, command.settings.kafka, command.log
+    run = Run(uuid4(), traceparent(), Budget(time_budget), stopping=lambda: command.interrupts.pending is not None)
+    command.bind(job=JOB_NAME, run_id=str(run.id))
+    dead_letters = Publisher(
+        lambda: kafka.producer(
+            brokers,
+            log,
+            delivery_timeout_ms=round(_DLQ_TIMEOUT_SECONDS * 1000),
+            message_max_bytes=_DLQ_MAX_BYTES,
+        ),
+        delivery_timeout=_DLQ_TIMEOUT_SECONDS,
+    )
+    member: dict[str, str | int | bool] = {
+        "partition_assignment_strategy": "cooperative-sticky",
+        "enable_partition_eof": True,
+    }
+    if chat.group_instance_id:
+        member["group_instance_id"] = chat.group_instance_id
+    source = RecordSource(
+        kafka.consumer(brokers, log, group=chat.group, **member),
+        kafka.admin(brokers, log),
+        Topic(chat.topic),
+        log,
+    )
+    consumption = Consumption(
+        source=source,
+        database=command.database(f"crmctl {JOB_NAME}"),
+        dead_letters=DeadLetters(dead_letters, chat.dlq_topic, chat.group),
+        metrics=metrics.ChatStatusMetrics(),
+        tracing=Tracing(),
+        log=command.log,
+        group=chat.group,
+        run=run,
+        options=Options(batch_size=batch_size, until_caught_up=until_caught_up),
+    )
+    if chat.metrics_port is not None:
+        try:
+            metrics.serve(consumption.metrics.registry, chat.metrics_host, chat.metrics_port, lambda: consumption.ready)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the metrics port {chat.metrics_port} cannot be had: {error.strerror}",
+                hint="set CRMCTL_CHAT_STATUS__METRICS_PORT",
+            ) from None
+    with command.interrupts.deferred():
+        try:
+            totals = consumption.consume()
+        finally:
+            source.close()
+            consumption.tracing.close()
+    log.info("run finished", **totals.counts, duration_ms=command.elapsed_ms)
+    return {"job": JOB_NAME, "run_id": run.id, **totals.document(), "duration_ms": command.elapsed_ms}

@@ -1,0 +1,288 @@
+"""`crmctl chat-status consume`: project messenger's events onto `deals.chat_status` (source 003).
+
+A loop of batches; a batch is, in this order:
+
+1. poll and decode; write the malformed records to the dead-letter topic, with no transaction open;
+2. one transaction (`jobs/project_chat_status.py`) that applies the batch and the deferred events that are due. If it
+   has dead letters, it is rolled back, they are written, and it runs again;
+3. commit the offsets.
+
+Killed between 1 and 2, or in 2: the records are read again; a dead letter may be written twice, with the same source
+position. Killed between 2 and 3: they are read again, and are duplicates by their marks. So no offset is committed
+past a record that is neither in the database nor in the dead-letter topic.
+
+While PostgreSQL or Kafka is away, the batch is kept and tried again after 1 s, 2 s, … 60 s with paused partitions;
+polling goes on, so the group does not rebalance. What belongs to a partition that has moved on is dropped: its new
+owner reads it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import psycopg
+
+from crmctl.adapters import postgres
+from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.postgres import Database
+from crmctl.adapters.record_source import RawRecord, RecordSource
+from crmctl.domain.chat_status import Decision, ErrorCode, Event, Outcome, Plan, Position
+from crmctl.domain.chat_status_decoding import MalformedError, decode
+from crmctl.domain.errors import TryAgainError, UnavailableError
+from crmctl.jobs.job import Run
+from crmctl.jobs.job_runs import RunRecord
+from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, project
+from crmctl.telemetry.logs import Log
+from crmctl.telemetry.metrics import ChatStatusMetrics
+from crmctl.telemetry.tracing import Tracing
+
+T = TypeVar("T")
+Letter = tuple[RawRecord, ErrorCode, str, int]
+
+JOB_NAME: Final = "consume-chat-status"
+_POLL_SECONDS: Final = 0.2
+# How often deferred events are looked at while no records come.
+_RETRY_SECONDS: Final = 1.0
+_LONGEST_PAUSE: Final = 60.0
+# A member without partitions waits so long for the group to give it some, before it is caught up.
+_JOIN_SECONDS: Final = 5.0
+_COUNTS: Final = {
+    Outcome.APPLIED: "applied_count",
+    Outcome.STALE: "stale_count",
+    Outcome.DUPLICATE: "duplicate_count",
+    Outcome.SOFT_DELETED: "soft_deleted_count",
+    Outcome.DEFERRED: "deferred_count",
+    Outcome.DEAD_LETTERED: "dead_lettered_count",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Records per transaction, and when to end: never, at today's end of the topic, or with the run's budget."""
+
+    batch_size: int = 1000
+    until_caught_up: bool = False
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the run did, in events; `caught_up` is whether it read to the end offsets seen at its start."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+    caught_up: bool = False
+
+    def document(self) -> dict[str, object]:
+        """The result as it is printed."""
+        return {
+            **{name: self.counts[name] for name in _COUNTS.values()},
+            "batches": self.batches,
+            "caught_up": self.caught_up,
+        }
+
+
+@dataclass(slots=True)
+class Consumption:
+    """One run of the consumer, with everything that it talks to."""
+
+    source: RecordSource
+    database: Database
+    dead_letters: DeadLetters
+    metrics: ChatStatusMetrics
+    tracing: Tracing
+    log: Log
+    group: str
+    run: Run
+    options: Options
+    totals: Totals = field(default_factory=Totals)
+    ready: bool = False
+
+    def consume(self) -> Totals:
+        """Consume until a signal, the time budget, or the end. Raises what cannot be waited for."""
+        self._patiently(self.source.subscribe)
+        ends = self._patiently(self.source.end_offsets) if self.options.until_caught_up else None
+        started = last_look = time.monotonic()
+        while not self.run.stopping() and not self.run.budget.spent:
+            records = self.source.poll(self.options.batch_size, _POLL_SECONDS)
+            self.source.take_moved()
+            self.ready = self.source.joined
+            if records or (self.source.assigned and time.monotonic() - last_look >= _RETRY_SECONDS):
+                self._handle(records)
+                last_look = time.monotonic()
+            waited = bool(self.source.assigned) or time.monotonic() - started > _JOIN_SECONDS
+            if ends is not None and not records and waited and self.source.at_end(ends):
+                self.totals.caught_up = True
+                break
+        return self.totals
+
+    def _patiently(self, step: Callable[[], T]) -> T:
+        pause = 1.0
+        while True:
+            try:
+                return step()
+            except (UnavailableError, TryAgainError) as error:
+                if self.options.until_caught_up or self.run.stopping() or self.run.budget.spent:
+                    raise
+                self.log.warning("waiting to try again", reason=error.message, seconds=pause)
+                self.run.wait(pause)
+                pause = min(_LONGEST_PAUSE, pause * 2)
+
+    def _handle(self, records: Sequence[RawRecord]) -> None:
+        """Carry one batch through, however long PostgreSQL or Kafka is away."""
+        started = time.monotonic()
+        if records and self.metrics.oldest_unread_ms is None:
+            self.metrics.oldest_unread_ms = records[0].timestamp_ms
+        batch, malformed = self._decode(records)
+        condemned: dict[Position, tuple[ErrorCode, str]] = {}
+        pause = 1.0
+        while True:
+            try:
+                if malformed:
+                    self._write_letters(malformed)
+                    malformed = []
+                if batch is not None:
+                    self._apply(batch, condemned)
+                    batch = None
+                self.source.commit()
+                break
+            except (psycopg.Error, UnavailableError, TryAgainError) as error:
+                failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
+                if not isinstance(failure, UnavailableError | TryAgainError) or self.options.until_caught_up:
+                    raise
+                self.log.warning("waiting to try again", reason=failure.message, seconds=pause)
+                self.database.close()
+                self.source.hold(pause, self.run.stopping)
+                if self.run.stopping():
+                    return
+                pause = min(_LONGEST_PAUSE, pause * 2)
+                batch = None if batch is None else _without(batch, self.source.take_moved())
+        self.metrics.oldest_unread_ms = None if self.source.idle or not records else records[-1].timestamp_ms
+        if records:
+            self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
+
+    def _decode(self, records: Iterable[RawRecord]) -> tuple[Batch | None, list[Letter]]:
+        events: list[Event] = []
+        raws: dict[Position, RawRecord] = {}
+        malformed: list[Letter] = []
+        for record in records:
+            try:
+                event = decode(record.value, record.position)
+            except MalformedError as error:
+                malformed.append((record, ErrorCode.MALFORMED, str(error), 0))
+                continue
+            events.append(event)
+            raws[record.position] = record
+            if event.contract_version != 1:
+                self.metrics.contract_mismatch.inc()
+                self.log.warning(
+                    "contract mismatch",
+                    MessageId=event.message_id,
+                    **{"payload.Version": str(event.contract_version)[:20]},
+                )
+        return Batch(tuple(events), raws), malformed
+
+    def _write_letters(self, letters: Sequence[Letter]) -> None:
+        self.dead_letters.write(list(letters), self.run.stopping)
+        self.metrics.dlq.inc(len(letters))
+        for record, code, reason, attempts in letters:
+            self.log.error(
+                "dead-lettered", code=code.value, reason=reason, attempts=attempts, **_place(record.position)
+            )
+        self.totals.counts["dead_lettered_count"] += len(letters)
+
+    def _apply(self, batch: Batch, condemned: dict[Position, tuple[ErrorCode, str]]) -> None:
+        """Commit the batch; write dead letters in between, with no transaction open, until it has none left."""
+        while True:
+            try:
+                tx = self.database.begin()
+                scope = Scope(
+                    group=self.group,
+                    topic=self.source.topic.name,
+                    topic_id=self.source.topic.id,
+                    partition_count=self.source.topic.partition_count,
+                    partitions=tuple(self.source.assigned),
+                )
+                with self.tracing.batch([_traceparent(batch.raws[event.position]) for event in batch.events]):
+                    decided = project(tx, scope, batch, tx.now, condemned, retry_limit=self.options.batch_size)
+                counts = _counts(decided)
+                if any(counts.values()):
+                    self._record().committed(tx, self.totals.batches + 1, counts)
+                self.database.commit()
+            except DeadLettersFirst as first:
+                self.database.rollback()
+                letters = [(raw, d.code or ErrorCode.APPLY_FAILED, d.reason, d.attempts) for raw, d in first.letters]
+                self._write_letters(letters)
+                condemned |= {raw.position: (code, reason) for raw, code, reason, _ in letters}
+            except BaseException:
+                self._rollback()
+                raise
+            else:
+                self._count(decided, counts)
+                return
+
+    def _record(self) -> RunRecord:
+        return RunRecord(self.run.id, JOB_NAME, "system")
+
+    def _rollback(self) -> None:
+        try:
+            self.database.rollback()
+        except psycopg.Error:
+            self.database.close()
+
+    def _count(self, decided: Plan, counts: Counter[str]) -> None:
+        if any(counts.values()):
+            self.totals.batches += 1
+            self.log.info("batch", **counts)
+        # Dead letters were counted when they were written.
+        self.totals.counts.update({name: n for name, n in counts.items() if name != "dead_lettered_count"})
+        for decision in decided.decisions:
+            event, outcome = decision.event, decision.outcome
+            if outcome is Outcome.APPLIED:
+                self.metrics.applied.labels(to_status=str(event.status)).inc()
+            elif outcome is Outcome.STALE:
+                self.metrics.stale.inc()
+            elif outcome is Outcome.DUPLICATE:
+                self.metrics.duplicates.inc()
+            self._tell(decision)
+
+    def _tell(self, decision: Decision) -> None:
+        """One line per event: what is ordinary at debug level, what someone may have to look at above it."""
+        event = decision.event
+        if decision.outcome is Outcome.DEAD_LETTERED:
+            return  # told when it was written
+        tell = self.log.debug
+        if decision.outcome in (Outcome.DEFERRED, Outcome.SOFT_DELETED):
+            tell = self.log.warning
+        elif decision.outcome is Outcome.APPLIED and event.failure_reason is not None:
+            tell = self.log.info
+        tell(
+            decision.outcome.value,
+            DealId=event.deal_id,
+            TenantId=event.tenant_id,
+            ChatId=event.chat_id,
+            FromStatus=decision.from_status,
+            ToStatus=event.status,
+            MessageId=event.message_id,
+            FailureReason=event.failure_reason,
+            **{"payload.Version": event.contract_version},
+        )
+
+
+def _counts(decided: Plan) -> Counter[str]:
+    return Counter(_COUNTS[decision.outcome] for decision in decided.decisions)
+
+
+def _without(batch: Batch, partitions: set[int]) -> Batch:
+    if not partitions:
+        return batch
+    return Batch(tuple(e for e in batch.events if e.position.partition not in partitions), batch.raws)
+
+
+def _traceparent(record: RawRecord) -> str | None:
+    return next((value.decode("latin-1") for name, value in record.headers if name == "traceparent" and value), None)
+
+
+def _place(position: Position) -> dict[str, int]:
+    return {"partition": position.partition, "offset": position.offset}

@@ -1,0 +1,82 @@
+"""Prometheus metrics of the deal-chat-status consumer, with the names of source 003, and the port that serves them."""
+
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+_BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
+
+
+class ChatStatusMetrics:
+    """What the consumer counts, after each commit."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.consume_duration_ms = Histogram(
+            "crm_chat_status_consume_duration_ms",
+            "Milliseconds from a polled batch to its committed offsets",
+            buckets=_BUCKETS_MS,
+            registry=self.registry,
+        )
+        self.applied = Counter(
+            "crm_chat_status_applied_total", "Events applied to a deal", ["to_status"], registry=self.registry
+        )
+        self.stale = self._counter("stale", "Events that the rank guard skipped")
+        self.duplicates = self._counter("duplicates", "Events whose MessageId was done before")
+        self.dlq = self._counter("dlq", "Events written to the dead-letter topic")
+        self.contract_mismatch = self._counter("contract_mismatch", "Events whose ContractVersion is not 1")
+        # Kafka's timestamp (ms) of the oldest record that is not handled; None when everything is.
+        self.oldest_unread_ms: float | None = None
+        lag = Gauge(
+            "crm_messenger_consumer_lag_seconds",
+            "Seconds since the Kafka timestamp of the oldest unread record",
+            registry=self.registry,
+        )
+        lag.set_function(self.lag_seconds)
+
+    def lag_seconds(self) -> float:
+        """The lag now; it grows while nothing is handled."""
+        return 0.0 if self.oldest_unread_ms is None else max(0.0, time.time() - self.oldest_unread_ms / 1000)
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(f"crm_chat_status_{name}_total", documentation, registry=self.registry)
+
+
+def serve(registry: CollectorRegistry, host: str, port: int, ready: Callable[[], bool]) -> ThreadingHTTPServer:
+    """Serve /metrics, /healthz (the process lives) and /readyz (`ready`) from a thread of its own.
+
+    Raises OSError where the port cannot be had.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        """Answers three paths."""
+
+        def do_GET(self) -> None:
+            """Answer a GET."""
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif self.path == "/healthz":
+                self._answer(200, b"ok\n", "text/plain")
+            elif self.path == "/readyz":
+                self._answer(*((200, b"ok\n") if ready() else (503, b"not ready\n")), "text/plain")
+            else:
+                self._answer(404, b"not found\n", "text/plain")
+
+        def log_message(self, *_args: object) -> None:
+            """Stay silent: probes come every few seconds."""
+
+        def _answer(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server
