@@ -26,6 +26,7 @@ _BY_ERROR: dict[type[errors.CrmctlError], Exit] = {
     errors.BookingNotFoundError: Exit.NOT_FOUND,
     errors.BookingForbiddenError: Exit.FORBIDDEN,
     errors.BookingInvalidStateError: Exit.INVALID_STATE,
+    errors.GroupActiveError: Exit.INVALID_STATE,
     errors.UnavailableError: Exit.UNAVAILABLE,
     errors.TryAgainError: Exit.TRY_AGAIN,
     errors.ConfigurationError: Exit.CONFIGURATION,

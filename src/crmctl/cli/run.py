@@ -8,6 +8,7 @@ whole on a serialization failure or a deadlock, and reported once.
 import os
 import secrets
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from crmctl.domain.errors import (
     InterruptedRunError,
     TryAgainError,
     UnavailableError,
+    UsageError,
 )
 from crmctl.jobs.job import Budget, Job, Progress, Run
 from crmctl.jobs.job_runs import RunRecord
@@ -171,6 +173,13 @@ class Command:
                 output.write_json(document)
             else:
                 output.write(render(document))
+
+    def confirm(self, question: str) -> None:
+        """Ask on the terminal before something that cannot be taken back. Raises UsageError without an answer."""
+        if not sys.stdin or not sys.stdin.isatty():
+            raise UsageError("this asks before it acts, and there is no terminal to ask on", hint="add --yes")
+        if not typer.confirm(question, err=True):
+            raise UsageError("nothing was changed")
 
     def exit(self, code: int) -> NoReturn:
         """Leave with a code."""

@@ -74,6 +74,12 @@ class BookingInvalidStateError(CrmctlError):
     http_status = 409
 
 
+class GroupActiveError(CrmctlError):
+    """A consumer group that still has members cannot be moved."""
+
+    code = "CRMCTL_GROUP_ACTIVE"
+
+
 class InterruptedRunError(CrmctlError):
     """SIGINT or SIGTERM arrived; the open transaction was rolled back."""
 

@@ -1,0 +1,107 @@
+"""A consumer group as its operators see it: offsets, ends, members; and how it is moved."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from crmctl.adapters import kafka
+from crmctl.domain.errors import GroupActiveError
+
+_CALL_SECONDS: Final = 10.0
+_READ_SECONDS: Final = 5.0
+
+
+def committed(client: AdminClient, group: str, topic: str) -> dict[int, int]:
+    """The committed offsets by partition; those without one are missing."""
+    try:
+        request = [ConsumerGroupTopicPartitions(group)]
+        result = client.list_consumer_group_offsets(request, request_timeout=_CALL_SECONDS)[group].result()
+    except KafkaException as error:
+        raise kafka.unavailable(error.args[0]) from None
+    return {p.partition: p.offset for p in result.topic_partitions or () if p.topic == topic and p.offset >= 0}
+
+
+def offsets(client: AdminClient, topic: str, partitions: Iterable[int], at: str | datetime) -> dict[int, int]:
+    """The offsets of `earliest`, `latest`, or of the first record at or after a moment (-1: there is none)."""
+    if isinstance(at, datetime):
+        spec: Any = OffsetSpec.for_timestamp(round(at.timestamp() * 1000))
+    else:
+        spec = OffsetSpec.earliest() if at == "earliest" else OffsetSpec.latest()
+    asked = {TopicPartition(topic, number): spec for number in partitions}
+    try:
+        futures = client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_CALL_SECONDS
+        )
+        return {partition.partition: future.result().offset for partition, future in futures.items()}
+    except KafkaException as error:
+        raise kafka.unavailable(error.args[0]) from None
+
+
+def partitions(client: AdminClient, topic: str) -> list[int]:
+    """The topic's partitions; none where it does not exist."""
+    try:
+        found = client.list_topics(timeout=_CALL_SECONDS).topics.get(topic)
+    except KafkaException as error:
+        raise kafka.unavailable(error.args[0]) from None
+    return sorted(found.partitions) if found is not None else []
+
+
+def check_empty(client: AdminClient, group: str) -> None:
+    """Raise GroupActiveError while the group has members."""
+    try:
+        description = client.describe_consumer_groups([group], request_timeout=_CALL_SECONDS)[group].result()
+    except KafkaException as error:
+        if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
+            return
+        raise kafka.unavailable(error.args[0]) from None
+    if description.members:
+        raise _active(group, len(description.members))
+
+
+def move(client: AdminClient, group: str, topic: str, to: Mapping[int, int]) -> None:
+    """Set the group's offsets. Raises GroupActiveError where a member has joined meanwhile."""
+    target = [TopicPartition(topic, number, offset) for number, offset in to.items()]
+    try:
+        request = [ConsumerGroupTopicPartitions(group, target)]
+        result = client.alter_consumer_group_offsets(request, request_timeout=_CALL_SECONDS)[group].result()
+        for partition in result.topic_partitions or ():
+            if partition.error is not None:
+                raise KafkaException(partition.error)
+    except KafkaException as error:
+        if error.args[0].code() in {KafkaError.UNKNOWN_MEMBER_ID, KafkaError.NON_EMPTY_GROUP}:
+            raise _active(group, None) from None
+        raise kafka.unavailable(error.args[0]) from None
+
+
+def timestamps(consumer: Consumer, topic: str, at: Mapping[int, int]) -> dict[int, int]:
+    """Kafka's timestamps (ms) of the first records at or after the given offsets; without joining the group."""
+    found: dict[int, int] = {}
+    try:
+        consumer.assign([TopicPartition(topic, number, offset) for number, offset in at.items()])
+        while len(found) < len(at) and (message := consumer.poll(_READ_SECONDS)) is not None:
+            number = message.partition()
+            if message.error() is None and number is not None and number not in found:
+                found[number] = message.timestamp()[1]
+                consumer.pause([TopicPartition(topic, number)])
+    except KafkaException as error:
+        raise kafka.unavailable(error.args[0]) from None
+    finally:
+        consumer.close()
+    return found
+
+
+def _active(group: str, members: int | None) -> GroupActiveError:
+    count = "" if members is None else f"{members} "
+    return GroupActiveError(
+        f"group {group} still has {count}members", hint="stop every consumer of the group first; then run it again"
+    )

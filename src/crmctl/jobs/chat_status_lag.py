@@ -1,0 +1,42 @@
+"""`crmctl chat-status lag`: how far the group is behind, and what waits. Reads only, joins no group."""
+
+import time
+from typing import Any, Final
+
+from confluent_kafka import Consumer
+from confluent_kafka.admin import AdminClient
+
+from crmctl.adapters import groups
+from crmctl.adapters.postgres import Transaction
+from crmctl.sql import load
+
+STATEMENTS: Final = load("chat_status_lag")
+
+
+def query(tx: Transaction, client: AdminClient, reader: Consumer, group: str, topic: str) -> dict[str, Any]:
+    """Return lag per partition (messages, and seconds since the oldest unread record), and the deferred events.
+
+    A partition without a committed offset is behind by all that it holds.
+    """
+    numbers = groups.partitions(client, topic)
+    first = groups.offsets(client, topic, numbers, "earliest")
+    ends = groups.offsets(client, topic, numbers, "latest")
+    committed = groups.committed(client, group, topic)
+    at = {number: max(committed.get(number, 0), first[number]) for number in numbers}
+    unread = groups.timestamps(reader, topic, {n: at[n] for n in numbers if at[n] < ends[n]})
+    now_ms = time.time() * 1000
+    return {
+        "group": group,
+        "topic": topic,
+        "partitions": [
+            {
+                "partition": number,
+                "committed_offset": committed.get(number),
+                "end_offset": ends[number],
+                "lag_messages": ends[number] - at[number],
+                "lag_seconds": round(max(0.0, now_ms - unread[number]) / 1000, 3) if number in unread else 0.0,
+            }
+            for number in numbers
+        ],
+        **tx.one(STATEMENTS["deferred"]),
+    }
