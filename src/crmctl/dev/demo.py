@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 from confluent_kafka import Consumer
@@ -20,10 +20,12 @@ from crmctl.adapters import migrations
 from crmctl.dev import identity
 from crmctl.dev.environment import DATABASE, create_database, create_topics
 from crmctl.dev.kafka import temporary_broker
+from crmctl.dev.messenger import ChatStatusChanged, send
 from crmctl.dev.postgres import temporary_server
 from crmctl.dev.seed import seed
 from crmctl.domain.errors import CrmctlError
 from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
 from crmctl.jobs.extend_booking import PERMISSION
 
 _BOOKINGS: Final = 2_000
@@ -40,6 +42,7 @@ def tell(write: Callable[[str], None]) -> None:
         story.extend()
         story.race()
         story.relay(booking_id)
+        story.chat()
     write("\nThe servers are stopped and their files are gone. Next: crmctl dev up\n")
 
 
@@ -142,7 +145,53 @@ class _Story:
             self.write(f"   header   {name}: {text}\n")
         self.write("".join(f"   {line}\n" for line in json.dumps(json.loads(value), indent=2).splitlines()))
 
-    def _consume(self, booking_id: str) -> tuple[str, list[tuple[str, str]], str]:
+    def chat(self) -> None:
+        """A deal's chat becomes Ready, an early event waits for its deal, a bad one becomes a dead letter."""
+        self._title("12. Messenger reports on deal chats: one gets ready, one is early, one status is unknown")
+        deal_id, tenant_id = self._pending_deal()
+        early = uuid4()
+        events = [
+            ChatStatusChanged(deal_id, tenant_id, "Provisioning"),
+            ChatStatusChanged(deal_id, tenant_id, "Ready"),
+            ChatStatusChanged(early, tenant_id, "Ready"),
+            ChatStatusChanged(deal_id, tenant_id, "Teleported"),
+        ]
+        send(self.settings["CRMCTL_KAFKA__BOOTSTRAP_SERVERS"], events)
+        self._show("chat-status", "consume", "--until-caught-up")
+        self.write(f"   deal {deal_id}: chat_status {self._chat_status(deal_id)}\n")
+
+        self._title("13. The early event's deal appears; the retry after 5 s applies it")
+        with psycopg.connect(self.settings["CRMCTL_DATABASE_URL"]) as connection:
+            connection.execute(
+                "insert into crm.deals (id, tenant_id, status, created_at, updated_at)"
+                " values (%s, %s, 'InProgress', now(), now())",
+                (early, tenant_id),
+            )
+        self._show("chat-status", "consume", "--time-budget", "8s")
+        self.write(f"   deal {early}: chat_status {self._chat_status(early)}\n")
+        if (found := [self._chat_status(deal_id), self._chat_status(early)]) != ["Ready", "Ready"]:
+            raise CrmctlError(f"the chats are {found}, both should be Ready")
+
+        self._title("14. The unknown status is a dead letter: the original record, with the reason in its headers")
+        _, headers, _ = self._consume(str(deal_id), CHAT_STATUS_DLQ_TOPIC.name)
+        for name, text in headers:
+            self.write(f"   header   {name}: {text}\n")
+
+    def _pending_deal(self) -> tuple[UUID, UUID]:
+        with psycopg.connect(self.settings["CRMCTL_DATABASE_URL"]) as connection:
+            row = connection.execute(
+                "select id, tenant_id from crm.deals where chat_status = 'Pending' order by id limit 1"
+            ).fetchone()
+        if row is None:
+            raise CrmctlError("the sample data has no deal whose chat is pending")
+        return row[0], row[1]
+
+    def _chat_status(self, deal_id: UUID) -> str:
+        with psycopg.connect(self.settings["CRMCTL_DATABASE_URL"]) as connection:
+            row = connection.execute("select chat_status from crm.deals where id = %s", (deal_id,)).fetchone()
+        return "missing" if row is None else str(row[0])
+
+    def _consume(self, wanted: str, topic: str = BOOKING_EXPIRED.topic) -> tuple[str, list[tuple[str, str]], str]:
         consumer = Consumer(
             {
                 "bootstrap.servers": self.settings["CRMCTL_KAFKA__BOOTSTRAP_SERVERS"],
@@ -152,15 +201,15 @@ class _Story:
             }
         )
         try:
-            consumer.subscribe([BOOKING_EXPIRED.topic])
+            consumer.subscribe([topic])
             while (message := consumer.poll(_CONSUME_SECONDS)) is not None:
                 key, value = message.key(), message.value()
-                if message.error() is None and key and value and key.decode() == booking_id:
+                if message.error() is None and key and value and key.decode() == wanted:
                     headers = cast(list[tuple[str, bytes]], message.headers() or [])
                     return key.decode(), [(name, text.decode()) for name, text in headers], value.decode()
         finally:
             consumer.close()
-        raise CrmctlError(f"the event of booking {booking_id} did not arrive")
+        raise CrmctlError(f"the record of {wanted} did not arrive in {topic}")
 
     def _token(self, tenant_id: str) -> str:
         return identity.issue(
