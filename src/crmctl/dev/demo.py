@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from crmctl.dev.kafka import temporary_broker
 from crmctl.dev.messenger import ChatStatusChanged, send
 from crmctl.dev.postgres import temporary_server
 from crmctl.dev.seed import seed
+from crmctl.domain.chat_status import RETRY_PAUSES
 from crmctl.domain.errors import CrmctlError
 from crmctl.domain.events import BOOKING_EXPIRED
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
@@ -167,7 +169,8 @@ class _Story:
                 " values (%s, %s, 'InProgress', now(), now())",
                 (early, tenant_id),
             )
-        self._show("chat-status", "consume", "--time-budget", "8s")
+        time.sleep(RETRY_PAUSES[0].total_seconds())
+        self._show("chat-status", "consume", "--until-caught-up")
         self.write(f"   deal {early}: chat_status {self._chat_status(early)}\n")
         if (found := [self._chat_status(deal_id), self._chat_status(early)]) != ["Ready", "Ready"]:
             raise CrmctlError(f"the chats are {found}, both should be Ready")

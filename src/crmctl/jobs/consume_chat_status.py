@@ -113,6 +113,7 @@ class Consumption:
                 last_look = time.monotonic()
             waited = bool(self.source.assigned) or time.monotonic() - started > _JOIN_SECONDS
             if ends is not None and not records and waited and self.source.at_end(ends):
+                self._handle(())  # a CronJob, too, tries again what is due
                 self.totals.caught_up = True
                 break
         return self.totals
