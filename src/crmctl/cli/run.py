@@ -6,6 +6,7 @@ whole on a serialization failure or a deadlock, and reported once.
 """
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -40,6 +41,9 @@ from crmctl.jobs.job import Budget, Job, Progress, Run
 from crmctl.jobs.job_runs import RunRecord
 from crmctl.settings import Settings
 from crmctl.telemetry import logs
+
+# Version 00, a trace id and a parent id that are not all zeros, flags.
+_TRACEPARENT: Final = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})", re.ASCII)
 
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Progress)
@@ -410,9 +414,7 @@ def _explain_commit(error: psycopg.Error, run_id: UUID) -> Exception:
 
 
 def traceparent() -> str:
-    """The W3C context of this run: a child of `TRACEPARENT` where the caller set one, else a new trace."""
-    parts = os.environ.get("TRACEPARENT", "").split("-")
-    trace_id, flags = secrets.token_hex(16), "00"
-    if len(parts) == 4 and len(parts[1]) == 32 and set(parts[1]) <= set("0123456789abcdef") and int(parts[1], 16):
-        trace_id, flags = parts[1], parts[3]
+    """The W3C context of this run: a child of `TRACEPARENT` where the caller set a valid one, else a new trace."""
+    given = _TRACEPARENT.fullmatch(os.environ.get("TRACEPARENT", ""))
+    trace_id, flags = given.groups() if given else (secrets.token_hex(16), "00")
     return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"
