@@ -325,9 +325,12 @@ def test_upgrade_and_check_can_be_repeated_and_raced(postgres_server: PostgresSe
 def test_bookkeeping_alone_serves_a_crm_that_owns_its_core(database: Database, postgres_server: PostgresServer) -> None:
     connection = database.connect()
     connection.execute("delete from crm.crmctl_schema_version")
-    connection.execute(
-        "drop table crm.job_runs, crm.crmctl_compatibility, crm.extension_requests, crm.deal_notifications"
-    )
+    ours = connection.execute(
+        "select string_agg('crm.' || tablename, ', ') from pg_tables where schemaname = 'crm' and tablename not in "
+        "('bookings', 'deals', 'deal_timeline_events', 'outbox_messages', 'crmctl_schema_version')"
+    ).fetchone()
+    assert ours is not None
+    connection.execute(f"drop table {ours[0]}")
     result = run_crmctl("db", "upgrade", "--only", "bookkeeping", "-o", "json", database=database)
     assert result.json == {"applied": list(REVISIONS["bookkeeping"])}
     booking_id = insert_booking(connection)

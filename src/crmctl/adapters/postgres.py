@@ -227,6 +227,8 @@ class Database:
         if self._connection is None or self._connection.closed:
             self._connection = connect(self._dsn, self._settings, application_name=self._application_name)
         self._connection.read_only = read_only or None
+        # Whatever the database's default is: the jobs count on seeing what others committed before each statement.
+        self._connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         guards = self._settings
         row = self._connection.execute(
             _BEGIN,

@@ -19,7 +19,7 @@ on which the write fails (SQLSTATE classes 22, 23, 27, 44, P0) is found by halvi
 each half selects again, because rolling back to a savepoint gives its locks back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -37,6 +37,8 @@ from crmctl.sql import load
 from crmctl.telemetry.logs import Log
 
 POISON_LIST_LIMIT: Final = 100
+# A BEFORE UPDATE trigger of the CRM returned null: the row stays as it is, without an error.
+UPDATE_SUPPRESSED: Final = "UPDATE_SUPPRESSED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +160,10 @@ def _statements(phase: Phase) -> dict[str, str]:
     }
     for fragment in ("queue", "behind_floor"):
         common[fragment] = raw[fragment].format(**common)
-    return {name: statement.format(**common) for name, statement in raw.items()}
+    return {name: statement.format(**common) for name, statement in raw.items() if name != "prepare"}
 
 
+PREPARE: Final = load("expire_bookings")["prepare"]
 STATEMENTS: Final = {phase.name: _statements(phase) for phase in PHASES}
 
 
@@ -171,18 +174,18 @@ def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Prog
     BookingNotFoundError for a `booking_ids` entry that does not exist; then nothing has been written.
     """
     as_of = _as_of(tx, options)
-    # Deferred constraints would fail at the commit, where no row could be blamed any more.
-    tx.execute("set constraints all immediate")
-    after = before
+    tx.execute(PREPARE)
+    after, failed = before, list[Poison]()
     for phase in PHASES:
         if after.floors[phase.name] != END:
-            after = _expire_phase(tx, run, options, phase, as_of, after)
+            after, poison = _expire_phase(tx, run, options, phase, as_of, after)
+            failed += poison
     has_more = any(floor != END for floor in after.floors.values())
     result = replace(
         after.result,
         as_of=as_of,
         batches=before.result.batches + 1,
-        not_expired=_not_expired(tx, options, as_of, after.result),
+        not_expired=_not_expired(tx, options, as_of, after.floors, failed),
         has_more=has_more,
     )
     capped = options.max_expire is not None and result.expired_count >= options.max_expire
@@ -202,8 +205,8 @@ def _as_of(tx: Transaction, options: Options) -> datetime:
 
 def _expire_phase(
     tx: Transaction, run: Run, options: Options, phase: Phase, as_of: datetime, before: Progress
-) -> Progress:
-    """One batch of one phase: expire, then look back at what was passed over."""
+) -> tuple[Progress, tuple[Poison, ...]]:
+    """One batch of one phase: expire, then look back at what was passed over. Also returns the failed writes."""
     result, floor = before.result, before.floors[phase.name]
     limit = max(options.batch_size, len(options.booking_ids))
     if options.max_expire is not None:
@@ -211,7 +214,7 @@ def _expire_phase(
     queue = _Queue(tx, phase, options, as_of, run)
     if limit == 0:
         stop = floor if queue.count_due(floor, 1) else END
-        return replace(before, floors={**before.floors, phase.name: stop})
+        return replace(before, floors={**before.floors, phase.name: stop}), ()
 
     walk = queue.walk(floor, limit)
     left = queue.left_behind(floor, walk)
@@ -225,9 +228,8 @@ def _expire_phase(
         poison=poison[:POISON_LIST_LIMIT],
         undetermined_count=result.undetermined_count + walk.undetermined,
     )
-    return replace(
-        before, result=result, floors={**before.floors, phase.name: walk.reached if left["has_more"] else END}
-    )
+    floors = {**before.floors, phase.name: walk.reached if left["has_more"] else END}
+    return replace(before, result=result, floors=floors), walk.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,13 @@ class _Queue:
             row = self._tx.one(self._sql["expire"], {**scope, **_behind(walk.reached), "batch_size": window})
         full = row["picked_count"] == window
         reached = Key(row["reached_deadline"], row["reached_id"]) if full else END
-        return replace(walk, reached=reached, expired=walk.expired + row["expired_count"])
+        suppressed = tuple(Poison(str(booking_id), UPDATE_SUPPRESSED) for booking_id in row["suppressed_ids"])
+        return replace(
+            walk,
+            reached=reached,
+            expired=walk.expired + row["expired_count"],
+            failed=(*walk.failed, *suppressed),
+        )
 
     def _expire_single(self, walk: _Walk) -> _Walk:
         """Expire the next row alone, locked first, so that a failure can be blamed on its id."""
@@ -308,6 +316,7 @@ class _Queue:
                 **_behind(floor),
                 "reached_deadline": walk.reached.deadline,
                 "reached_id": walk.reached.id,
+                "end_id": END.id,
                 "failed_ids": [UUID(poison.booking_id) for poison in walk.failed],
                 "list_limit": POISON_LIST_LIMIT,
             },
@@ -323,20 +332,30 @@ def _behind(floor: Key) -> dict[str, object]:
     return {"floor_deadline": floor.deadline, "floor_id": floor.id}
 
 
-def _not_expired(tx: Transaction, options: Options, as_of: datetime, result: Result) -> tuple[NotExpired, ...]:
+def _not_expired(
+    tx: Transaction, options: Options, as_of: datetime, floors: Mapping[str, Key], failed: Iterable[Poison]
+) -> tuple[NotExpired, ...]:
     """Say of each booking named with --id why it did not expire; one that does not exist is an error."""
     if not options.booking_ids:
         return ()
     rows = tx.all(
         STATEMENTS[RESERVE.name]["not_expired"],
-        {"as_of": as_of, "tenant_id": options.tenant_id, "booking_ids": list(options.booking_ids)},
+        {
+            "as_of": as_of,
+            "tenant_id": options.tenant_id,
+            "booking_ids": list(options.booking_ids),
+            "reserve_floor_deadline": floors[RESERVE.name].deadline,
+            "reserve_floor_id": floors[RESERVE.name].id,
+            "booking_floor_deadline": floors[BOOKING.name].deadline,
+            "booking_floor_id": floors[BOOKING.name].id,
+        },
     )
     missing = [str(row["booking_id"]) for row in rows if row["reason"] == "NOT_FOUND"]
     if missing:
         raise BookingNotFoundError(
             f"no such booking: {', '.join(missing[:10])}", hint="nothing was expired; check --id and --tenant"
         )
-    poison = {poison.booking_id: poison.reason for poison in result.poison}
+    poison = {poison.booking_id: poison.reason for poison in failed}
     reasons = {str(row["booking_id"]): row["reason"] for row in rows if row["reason"] != "EXPIRED"} | poison
     return tuple(NotExpired(booking_id, reason) for booking_id, reason in reasons.items())
 

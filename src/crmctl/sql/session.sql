@@ -2,6 +2,7 @@
 -- First statement of every transaction. The guards are local to the transaction, so that they hold behind a
 -- transaction pooler; the rest says whether this server and schema can carry the job.
 select set_config('TimeZone', 'UTC', true),
+       set_config('DateStyle', 'ISO, MDY', true),
        set_config('application_name', %(application_name)s, true),
        set_config('statement_timeout', %(statement_timeout)s, true),
        set_config('lock_timeout', %(lock_timeout)s, true),
