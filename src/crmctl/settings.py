@@ -13,7 +13,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from crmctl.domain.errors import ConfigurationError
 from crmctl.domain.times import parse_duration
@@ -55,7 +60,7 @@ class AuthSettings(BaseModel):
         "RS256"
     )
     public_key: str | None = None
-    jwks_file: Path | None = None
+    jwks: str | None = None
     jwks_url: str | None = None
 
 
@@ -119,6 +124,9 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Environment first, then secret files; `load` passes the TOML file as the initial values."""
+        assert isinstance(env_settings, EnvSettingsSource)  # noqa: S101
+        # `…_FILE` names a secret file, and is no setting of its own.
+        env_settings.env_vars = {k: v for k, v in env_settings.env_vars.items() if not k.endswith("_file")}
         return env_settings, _SecretFiles(settings_cls), init_settings
 
 

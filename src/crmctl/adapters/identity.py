@@ -8,6 +8,7 @@ import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from threading import Thread
 from typing import Any, Final
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -20,6 +21,7 @@ from crmctl.settings import AuthSettings
 _LEEWAY: Final = timedelta(seconds=60)
 _KEYS_TIMEOUT_SECONDS: Final = 5
 _LONGEST_TOKEN: Final = 16_384
+_LONGEST_SUBJECT: Final = 500
 _CLAIMS: Final = ("iss", "aud", "exp", "sub", "developer_company_id", "permissions")
 
 
@@ -35,9 +37,9 @@ class Actor:
 
     def check_time(self, now: datetime) -> None:
         """Raise BookingForbiddenError unless the token is valid at `now`, give or take a minute."""
-        if now >= self.expires_at + _LEEWAY:
+        if now - self.expires_at >= _LEEWAY:
             raise _refused(f"it expired at {self.expires_at.isoformat()}")
-        if self.not_before is not None and now < self.not_before - _LEEWAY:
+        if self.not_before is not None and self.not_before - now > _LEEWAY:
             raise _refused(f"it is not valid before {self.not_before.isoformat()}")
 
 
@@ -75,8 +77,8 @@ def authenticate(token: str | None, settings: AuthSettings) -> Actor:
 
 def _actor(claims: dict[str, Any]) -> Actor:
     subject, permissions = claims["sub"], claims["permissions"]
-    if not isinstance(subject, str) or not subject:
-        raise _refused("its sub is no text")
+    if not isinstance(subject, str) or not subject.isprintable() or not 0 < len(subject) <= _LONGEST_SUBJECT:
+        raise _refused(f"its sub is no printable text of 1 to {_LONGEST_SUBJECT} characters")
     if not isinstance(permissions, list) or not all(isinstance(name, str) for name in permissions):
         raise _refused("its permissions are no list of texts")
     try:
@@ -117,23 +119,21 @@ def _refused(reason: str, hint: str | None = None) -> BookingForbiddenError:
 
 def _keys(settings: AuthSettings) -> Callable[[str], Any]:
     """How to find the key for a token: the one public key, or by key id in a JWKS."""
-    sources = [name for name in ("public_key", "jwks_file", "jwks_url") if getattr(settings, name)]
+    sources = [name for name in ("public_key", "jwks", "jwks_url") if getattr(settings, name)]
     if len(sources) != 1:
         raise ConfigurationError(
             "no public key is configured, so no token can be believed"
             if not sources
             else f"several sources of keys are configured: {', '.join(sources)}",
-            hint="set one of CRMCTL_AUTH__PUBLIC_KEY, CRMCTL_AUTH__JWKS_FILE, CRMCTL_AUTH__JWKS_URL",
+            hint="set one of CRMCTL_AUTH__PUBLIC_KEY, CRMCTL_AUTH__JWKS (or …_FILE), CRMCTL_AUTH__JWKS_URL",
         )
     if settings.public_key:
         return _public_key(settings.public_key, settings.algorithm)
-    if settings.jwks_file:
+    if settings.jwks:
         try:
-            key_set = jwt.PyJWKSet.from_json(settings.jwks_file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read CRMCTL_AUTH__JWKS_FILE: {error.strerror}") from None
-        except (jwt.PyJWTError, ValueError):
-            raise ConfigurationError("CRMCTL_AUTH__JWKS_FILE is no JWKS document") from None
+            key_set = jwt.PyJWKSet.from_json(settings.jwks)
+        except (jwt.PyJWTError, ValueError, TypeError, AttributeError):
+            raise ConfigurationError("CRMCTL_AUTH__JWKS is no JWKS document") from None
         return lambda token: _by_key_id(key_set, token)
     return _from_url(settings.jwks_url or "")
 
@@ -165,17 +165,28 @@ def _from_url(url: str) -> Callable[[str], Any]:
     client = jwt.PyJWKClient(url, timeout=_KEYS_TIMEOUT_SECONDS, cache_keys=False)
 
     def key_for(token: str) -> Any:
-        try:
-            key_set = client.get_jwk_set()
-        except jwt.PyJWKClientConnectionError:
+        # The client's own timeout is for each read; a server that answers drop by drop must not hold us up.
+        outcome: list[Any] = []
+        thread = Thread(target=lambda: outcome.append(_fetch(client)), name="jwks", daemon=True)
+        thread.start()
+        thread.join(_KEYS_TIMEOUT_SECONDS)
+        if not outcome or isinstance(outcome[0], jwt.PyJWKClientConnectionError | OSError):
             raise UnavailableError(
-                f"the keys at {parts.hostname} could not be fetched", hint="check CRMCTL_AUTH__JWKS_URL"
-            ) from None
-        except (jwt.PyJWTError, ValueError):
-            raise ConfigurationError("CRMCTL_AUTH__JWKS_URL answers with no JWKS document") from None
-        return _by_key_id(key_set, token)
+                f"the keys at {parts.hostname} could not be fetched in {_KEYS_TIMEOUT_SECONDS} s",
+                hint="check CRMCTL_AUTH__JWKS_URL",
+            )
+        if isinstance(outcome[0], Exception):
+            raise ConfigurationError("CRMCTL_AUTH__JWKS_URL answers with no JWKS document")
+        return _by_key_id(outcome[0], token)
 
     return key_for
+
+
+def _fetch(client: jwt.PyJWKClient) -> jwt.PyJWKSet | Exception:
+    try:
+        return client.get_jwk_set()
+    except Exception as error:  # whatever the server made of it, the caller explains it
+        return error
 
 
 def _is_loopback(host: str | None) -> bool:

@@ -83,11 +83,15 @@ class Publisher:
         for record in records:
             queues[record.order].append(record)
         end = self._clock() + _WAVES_SECONDS
+
+        def go_on() -> bool:
+            return not report.broken_off and not stopping() and self._clock() < end
+
         try:
             producer = self._ready({record.topic for record in records}, stopping)
-            while queues and not report.broken_off and not stopping() and self._clock() < end:
+            while queues and go_on():
                 wave = [queue.popleft() for queue in queues.values()]
-                delivered = self._send_wave(producer, wave, report, stopping)
+                delivered = self._send_wave(producer, wave, report, stopping, go_on)
                 queues = {order: queue for order, queue in queues.items() if order in delivered and queue}
         except CrmctlError as error:
             report.outage = error
@@ -108,12 +112,17 @@ class Publisher:
         return self._producer
 
     def _send_wave(
-        self, producer: Producer, wave: Sequence[Record], report: Report, stopping: Callable[[], bool]
+        self,
+        producer: Producer,
+        wave: Sequence[Record],
+        report: Report,
+        stopping: Callable[[], bool],
+        go_on: Callable[[], bool],
     ) -> set[str]:
         """Send one record of each key; return the keys whose record was delivered.
 
         One oversized record can fail the whole set of records that travelled with it: those that were refused
-        together are sent again one by one, and only then are they refused.
+        together are sent again one by one, and only then are they refused. What there is no time for is left.
         """
         known = [record for record in wave if record.topic in self._topics]
         for record in wave:
@@ -125,7 +134,7 @@ class Publisher:
             return together.delivered
         delivered = together.delivered
         for record in known:
-            if record.id in together.refused and not report.broken_off:
+            if record.id in together.refused and go_on():
                 alone = self._send(producer, [record], report, stopping)
                 delivered |= alone.delivered
                 report.refused |= alone.refused

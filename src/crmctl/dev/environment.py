@@ -39,7 +39,7 @@ class Environment:
     database_created: bool
 
 
-def up(directory: Path, announce: Callable[[str], None]) -> Environment:
+def up(directory: Path, announce: Callable[[str], None] | None = None) -> Environment:
     """Start the project's servers unless they run, migrate, create the topics, write `.crmctl/dev.toml` (0600).
 
     `directory` is the project, that is, the working directory. The servers survive the command, and PostgreSQL

@@ -25,6 +25,8 @@ RANKS: Final[Mapping[str, int]] = {
     ChatStatus.FAILED: 1,
     ChatStatus.READY: 2,
 }
+# DateTimeOffset.MaxValue with any offset is no moment: nothing could ever be later. Microseconds since 1970.
+_MAX_VALUE: Final = 253_402_300_799_999_999 - 14 * 3_600_000_000
 # An event whose deal is missing is tried again after these pauses, and then it is a dead letter.
 RETRY_PAUSES: Final = (
     timedelta(seconds=5),
@@ -68,7 +70,8 @@ class Position(NamedTuple):
 class Event:
     """A decoded event. Ids are canonical lower-case UUIDs; `changed_at` is microseconds since 1970, of any size.
 
-    `status` None means that the sent value is none of ChatStatus; `sent_status` is what was sent.
+    `status` None means that the sent value is none of ChatStatus; `sent_status` is what was sent. `contract_version` is
+    1, or a text that shows what was sent instead.
     """
 
     message_id: str
@@ -79,13 +82,13 @@ class Event:
     sent_status: str
     failure_reason: str | None
     changed_at: int
-    contract_version: object
+    contract_version: int | str
     position: Position
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """A deal as the fold sees it. `position` and `changed_at` are those of the last event that was applied to it."""
+    """A deal as the fold sees it. `position` and `changed_at` are those of the latest event that its status is from."""
 
     tenant_id: str
     status: str
@@ -147,7 +150,7 @@ def _is_later(deal: Deal, event: Event) -> bool:
         return True
     if deal.position[:2] == event.position[:2]:
         return event.position.offset > deal.position.offset
-    return deal.changed_at is None or event.changed_at > deal.changed_at
+    return deal.changed_at is None or deal.changed_at >= _MAX_VALUE or event.changed_at > deal.changed_at
 
 
 def plan(
@@ -182,7 +185,8 @@ def plan(
         deal = deals.get(deal_id)
         queue.sort(key=lambda event: event.position)
         if deal is None:
-            result.decisions += [_wait(event, waiting.get(event.position), now, condemned) for event in queue]
+            waits = (_wait(event, waiting.get(event.position), now, condemned) for event in queue)
+            result.decisions += [decision for decision in waits if decision is not None]
         else:
             _fold(deal_id, deal, queue, waiting, condemned, result)
     return result
@@ -205,13 +209,14 @@ def _condemn(
 
 def _wait(
     event: Event, item: Deferred | None, now: datetime, condemned: Mapping[Position, tuple[ErrorCode, str]]
-) -> Decision:
+) -> Decision | None:
+    """What becomes of an event without a deal; None while its next retry is not due."""
     if (verdict := _condemn(event, None, condemned, item.attempts if item else 0)) is not None:
         return verdict
     if item is None:
         return Decision(event, Outcome.DEFERRED, next_attempt_at=now + RETRY_PAUSES[0])
     if item.next_attempt_at > now:
-        return Decision(event, Outcome.DEFERRED, attempts=item.attempts, next_attempt_at=item.next_attempt_at)
+        return None
     attempts = item.attempts + 1
     if attempts >= len(RETRY_PAUSES):
         reason = f"the deal was still missing after {attempts} retries"
@@ -239,3 +244,7 @@ def _fold(
             result.deals[deal_id] = deal
         else:
             result.decisions.append(Decision(event, Outcome.STALE, deal.status, attempts=attempts))
+            if event.status == deal.status != ChatStatus.READY and _is_later(deal, event):
+                # It confirms the status: an older event of the same rank that comes later must not undo it.
+                deal = replace(deal, position=event.position, changed_at=event.changed_at)
+                result.deals[deal_id] = deal

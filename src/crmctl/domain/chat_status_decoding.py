@@ -27,6 +27,8 @@ _INSTANT: Final = re.compile(
 )
 _STATUSES: Final = {status.value: status for status in ChatStatus}
 _LONGEST_SHOWN: Final = 100
+_LONGEST_REASON: Final = 1_000
+_EMPTY: Final = "00000000-0000-0000-0000-000000000000"
 
 
 class MalformedError(Exception):
@@ -47,6 +49,7 @@ def decode(value: bytes | None, position: Position) -> Event:
     if not isinstance(payload, dict):
         raise MalformedError("Payload is missing or no object")
     status, failure_reason = payload.get("Status"), payload.get("FailureReason")
+    version = document.get("ContractVersion")
     known = _STATUSES.get(status) if isinstance(status, str) else None
     return Event(
         message_id=_guid(document, "MessageId"),
@@ -55,9 +58,9 @@ def decode(value: bytes | None, position: Position) -> Event:
         chat_id=_guid(payload, "ChatId"),
         status=known,
         sent_status=known or _show(status),
-        failure_reason=failure_reason if isinstance(failure_reason, str) else None,
+        failure_reason=failure_reason[:_LONGEST_REASON] if isinstance(failure_reason, str) else None,
         changed_at=_instant(payload.get("ChangedAt")),
-        contract_version=document.get("ContractVersion"),
+        contract_version=1 if type(version) is int and version == 1 else _show(version),
         position=position,
     )
 
@@ -76,8 +79,14 @@ def _guid(source: dict[str, object], name: str) -> str:
     value = source.get(name)
     if not isinstance(value, str):
         raise MalformedError(f"{name} is missing or no text")
-    if _CANONICAL.fullmatch(value):
-        return value
+    guid = value if _CANONICAL.fullmatch(value) else _canonical(value, name)
+    if guid == _EMPTY:
+        raise MalformedError(f"{name} is the empty GUID")
+    return guid
+
+
+def _canonical(value: str, name: str) -> str:
+    """Any other spelling: upper case, without dashes, in brackets, as a C struct."""
     text = value.strip().lower()
     if (struct := _STRUCT.fullmatch("".join(text.split()))) is not None:
         widths = (8, 4, 4, *(2,) * 8)

@@ -180,7 +180,7 @@ class Consumption:
                 self.log.warning(
                     "contract mismatch",
                     MessageId=event.message_id,
-                    **{"payload.Version": str(event.contract_version)[:20]},
+                    **{"payload.Version": event.contract_version},
                 )
         return Batch(tuple(events), raws), malformed
 

@@ -170,14 +170,9 @@ def _write(tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws
     ]
     if marks or done or decided.deals:
         tx.execute(STATEMENTS["write"], {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)})
-    deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED and _has_changed(d, waiting)]
+    deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED]
     if deferred:
         tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(deferred, raws)})
-
-
-def _has_changed(decision: Decision, waiting: _Waiting) -> bool:
-    item = waiting.deferred.get(decision.event.position)
-    return item is None or item.next_attempt_at != decision.next_attempt_at
 
 
 def _deal_arrays(decided: Plan) -> dict[str, list[Any]]:

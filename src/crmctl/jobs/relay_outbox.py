@@ -114,7 +114,10 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
             report = Report(delivered=[row["id"] for row in rows])
         else:
             report = publisher.publish([_record(row) for row in rows], run.stopping)
-        marked = _mark(tx, retries, fresh, report)
+        delivered = set(report.delivered)
+        released = {_aggregate(row) for row in retries if row["id"] in delivered}
+        marked = _mark(tx, retries, fresh, report, released)
+        followers = any(row["held"] and _aggregate(row) in released for row in fresh)
         full = len(retries) + len(fresh) >= options.batch_size
         unsent = len(rows) > len(report.delivered) + len(report.refused)
         return Progress(
@@ -122,7 +125,7 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
             refused_count=before.refused_count + marked["refused_count"],
             held_count=before.held_count + marked["held_count"],
             batches=before.batches + 1,
-            more=full or unsent or marked["released_count"] > 0,
+            more=full or unsent or followers or marked["released_count"] > 0,
             failure=report.outage,
             refused=(*before.refused, *((str(i), e) for i, e in report.refused.items()))[:LIST_LIMIT],
             listed=(*before.listed, *map(_listed, rows))[:LIST_LIMIT] if options.dry_run else (),
@@ -150,11 +153,15 @@ def _record(row: DictRow) -> Record:
     )
 
 
-def _mark(tx: Transaction, retries: list[DictRow], fresh: list[DictRow], report: Report) -> DictRow:
-    delivered = set(report.delivered)
+def _mark(
+    tx: Transaction,
+    retries: list[DictRow],
+    fresh: list[DictRow],
+    report: Report,
+    released: set[tuple[str, str]],
+) -> DictRow:
     # An aggregate that is tried again in this batch is released or held as a whole by what became of its head.
     retried = {_aggregate(row) for row in retries}
-    released = [_aggregate(row) for row in retries if row["id"] in delivered]
     return tx.one(
         STATEMENTS["mark"],
         {

@@ -36,7 +36,7 @@ order by d.id
 for no key update
 
 -- name: positions
--- The source positions of the last applied events; a statement of its own, so that it sees what the last holder of
+-- The source positions of the events that the statuses are from; a statement of its own, so that it sees what the last holder of
 -- the locks committed. By primary key.
 select p.deal_id::text as deal_id, p.topic_id, p.partition, p."offset", p.changed_at
 from crm.deal_chat_positions p

@@ -29,19 +29,23 @@ limit %(limit)s
 -- name: select_fresh
 -- Rows that nothing holds back, in position order: walks ix_outbox_messages_publishable. A row whose aggregate
 -- has become held since it was written is marked `held` (a probe of ix_outbox_messages_held): it is not published
--- but joins the held ones, and never stands in this queue's way again.
+-- but joins the held ones, and never stands in this queue's way again. Not EXISTS: the planner would hash all held rows.
 select o.id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
        to_json(o.created_at) #>> '{}' as created_at,
        o.payload::text as payload,
        o.headers,
        false as retry,
-       exists (
-           select
-           from crm.outbox_messages h
-           where h.published_at is null
-               and h.next_attempt_at is not null
-               and h.aggregate_id = o.aggregate_id
-               and h.aggregate_type = o.aggregate_type
+       coalesce(
+           (
+               select true
+               from crm.outbox_messages h
+               where h.published_at is null
+                   and h.next_attempt_at is not null
+                   and h.aggregate_id = o.aggregate_id
+                   and h.aggregate_type = o.aggregate_type
+               limit 1
+           ),
+           false
        ) as held
 from crm.outbox_messages o
 where o.published_at is null
