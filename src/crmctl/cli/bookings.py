@@ -85,12 +85,14 @@ def extend(
         from crmctl.adapters import identity
         from crmctl.jobs import extend_booking
 
+        command.subject = {"booking_id": str(booking_id)}
         token = command.settings.actor_token
         actor = identity.authenticate(token.get_secret_value() if token else None, command.settings.auth)
         extend_booking.authorise(actor, tenant)
         request = request_id or uuid4()
+        command.subject["request_id"] = str(request)
         if request_id is None:
-            command.log.warning("new request id; name it with --request-id to try again", request_id=str(request))
+            command.notice("new request id; name it with --request-id to try again", request_id=str(request))
         options = extend_booking.Options(booking_id=booking_id, request_id=request, actor=actor)
         command.run(extend_booking.job(actor), options, View(form, _render_extend), Plan(dry_run=dry_run))
 

@@ -100,6 +100,8 @@ class Command:
         self.interrupts = Interrupts()
         self.log: logs.Log = logs.configure()
         self.committed: Mapping[str, object] | None = None
+        # What this command is about: in its error document, whatever fails.
+        self.subject: dict[str, str | int | None] = {}
 
     def __enter__(self) -> "Command":
         self.interrupts.install()
@@ -131,6 +133,10 @@ class Command:
         """Add fields to every further log line of this command."""
         _ = self.settings
         self.log = self.log.bind(**{name: value for name, value in values.items() if value is not None})
+
+    def notice(self, message: str, **fields: object) -> None:
+        """Tell the person something that they need, however quiet the log is set."""
+        logs.configure(level="warning", form=self.settings.log_format).warning(message, **fields)
 
     def dsn(self, settings: Settings | None = None) -> str:
         """The configured database, or that of other settings. Raises ConfigurationError where there is none."""
@@ -223,7 +229,7 @@ class Command:
             }
             if failure.http_status is not None:
                 body["http_status"] = failure.http_status
-            document: dict[str, object] = {"error": {**body, **failure.details}}
+            document: dict[str, object] = {"error": {**body, **self.subject, **failure.details}}
             if self.committed is not None:
                 document["committed"] = self.committed
             try:

@@ -25,13 +25,11 @@ def configure(*, level: str = "info", form: Literal["auto", "json", "text"] = "a
         ]
     else:
         processors.append(_readable)
-    structlog.configure(
+    log: Log = structlog.wrap_logger(
+        _StderrLogger(sys.stderr),
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=lambda *_: _StderrLogger(sys.stderr),
-        cache_logger_on_first_use=False,
     )
-    log: Log = structlog.get_logger()
     return log
 
 
