@@ -62,6 +62,5 @@ class DeadLetters:
         )
         original = tuple(header for header in raw.headers if header[0] not in _HEADERS)
         ours = tuple((name, value.encode()) for name, value in zip(_HEADERS, values, strict=True))
-        # Letters of one key keep their order; records without a key have none.
-        order = raw.key.hex() if raw.key is not None else str(raw.position)
-        return Record(uuid4(), order, self._topic, raw.key, raw.value, original + ours)
+        # All travel together: the idempotent producer keeps the order of a key, and a refusal ends the batch anyway.
+        return Record(uuid4(), str(raw.position), self._topic, raw.key, raw.value, original + ours)

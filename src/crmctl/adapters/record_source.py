@@ -229,5 +229,8 @@ def _bytes(value: str | bytes | None) -> bytes | None:
 
 
 def _pairs(message: Message) -> list[tuple[str, str | bytes | None]]:
-    headers = message.headers() or []
+    try:
+        headers = message.headers() or []
+    except (UnicodeDecodeError, SystemError):  # a name that is not UTF-8: the client gives none of them
+        return []
     return list(headers.items()) if isinstance(headers, dict) else headers

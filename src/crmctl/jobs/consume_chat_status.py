@@ -112,8 +112,9 @@ class Consumption:
                 self._handle(records)
                 last_look = time.monotonic()
             waited = bool(self.source.assigned) or time.monotonic() - started > _JOIN_SECONDS
-            if ends is not None and not records and waited and self.source.at_end(ends):
-                self._handle(())  # a CronJob, too, tries again what is due
+            if ends is not None and waited and self.source.at_end(ends):
+                while self._handle(()):  # a CronJob, too, tries again everything that is due
+                    pass
                 self.totals.caught_up = True
                 break
         return self.totals
@@ -130,9 +131,9 @@ class Consumption:
                 self.run.wait(pause)
                 pause = min(_LONGEST_PAUSE, pause * 2)
 
-    def _handle(self, records: Sequence[RawRecord]) -> None:
-        """Carry one batch through, however long PostgreSQL or Kafka is away."""
-        started = time.monotonic()
+    def _handle(self, records: Sequence[RawRecord]) -> int:
+        """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided."""
+        started, decided = time.monotonic(), 0
         if records and self.metrics.oldest_unread_ms is None:
             self.metrics.oldest_unread_ms = records[0].timestamp_ms
         batch, malformed = self._decode(records)
@@ -144,7 +145,7 @@ class Consumption:
                     self._write_letters(malformed)
                     malformed = []
                 if batch is not None:
-                    self._apply(batch, condemned)
+                    decided = self._apply(batch, condemned)
                     batch = None
                 self.source.commit()
                 break
@@ -156,12 +157,13 @@ class Consumption:
                 self.database.close()
                 self.source.hold(pause, self.run.stopping)
                 if self.run.stopping():
-                    return
+                    return decided
                 pause = min(_LONGEST_PAUSE, pause * 2)
                 batch = None if batch is None else _without(batch, self.source.take_moved())
         self.metrics.oldest_unread_ms = None if self.source.idle or not records else records[-1].timestamp_ms
         if records:
             self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
+        return decided
 
     def _decode(self, records: Iterable[RawRecord]) -> tuple[Batch | None, list[Letter]]:
         events: list[Event] = []
@@ -175,13 +177,6 @@ class Consumption:
                 continue
             events.append(event)
             raws[record.position] = record
-            if event.contract_version != 1:
-                self.metrics.contract_mismatch.inc()
-                self.log.warning(
-                    "contract mismatch",
-                    MessageId=event.message_id,
-                    **{"payload.Version": event.contract_version},
-                )
         return Batch(tuple(events), raws), malformed
 
     def _write_letters(self, letters: Sequence[Letter]) -> None:
@@ -193,7 +188,7 @@ class Consumption:
             )
         self.totals.counts["dead_lettered_count"] += len(letters)
 
-    def _apply(self, batch: Batch, condemned: dict[Position, tuple[ErrorCode, str]]) -> None:
+    def _apply(self, batch: Batch, condemned: dict[Position, tuple[ErrorCode, str]]) -> int:
         """Commit the batch; write dead letters in between, with no transaction open, until it has none left."""
         while True:
             try:
@@ -220,8 +215,8 @@ class Consumption:
                 self._rollback()
                 raise
             else:
-                self._count(decided, counts)
-                return
+                self._count(decided, counts, batch)
+                return len(decided.decisions)
 
     def _record(self) -> RunRecord:
         return RunRecord(self.run.id, JOB_NAME, "system")
@@ -232,7 +227,7 @@ class Consumption:
         except psycopg.Error:
             self.database.close()
 
-    def _count(self, decided: Plan, counts: Counter[str]) -> None:
+    def _count(self, decided: Plan, counts: Counter[str], batch: Batch) -> None:
         if any(counts.values()):
             self.totals.batches += 1
             self.log.info("batch", **counts)
@@ -240,6 +235,10 @@ class Consumption:
         self.totals.counts.update({name: n for name, n in counts.items() if name != "dead_lettered_count"})
         for decision in decided.decisions:
             event, outcome = decision.event, decision.outcome
+            if event.contract_version != 1 and outcome is not Outcome.DUPLICATE and event.position in batch.raws:
+                self.metrics.contract_mismatch.inc()
+                version = {"payload.Version": event.contract_version}
+                self.log.warning("contract mismatch", MessageId=event.message_id, **version)
             if outcome is Outcome.APPLIED:
                 self.metrics.applied.labels(to_status=str(event.status)).inc()
             elif outcome is Outcome.STALE:

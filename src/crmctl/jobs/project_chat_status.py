@@ -77,6 +77,7 @@ def project(
 
     Raises DeadLettersFirst when the plan has dead letters that are not condemned yet, and what psycopg raises.
     """
+    tx.execute(STATEMENTS["prepare"])
     _lock_partitions(tx, scope)
     due = _due_deals(tx, scope, now, retry_limit)
     deal_ids = sorted({event.deal_id for event in batch.events}.union(due))

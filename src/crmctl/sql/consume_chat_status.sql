@@ -1,5 +1,9 @@
 -- The statements of one batch of `crmctl chat-status consume`. Arrays of one statement are parallel.
 
+-- name: prepare
+-- Deferred constraints would fail at the commit, where no deal could be blamed any more.
+set constraints all immediate
+
 -- name: lock_partitions
 -- Keeps a zombie owner of a partition and its successor apart, until the end of the transaction. Ascending.
 select pg_advisory_xact_lock(k.key)
@@ -66,7 +70,7 @@ where m.deal_id = any(%(deal_ids)s::uuid[])
 with deals as (
     update crm.deals d
     set chat_status = u.chat_status,
-        updated_at = now()
+        updated_at = greatest(d.updated_at, now())
     from unnest(%(deal_ids)s::uuid[], %(chat_statuses)s::text[]) as u (id, chat_status)
     where d.id = u.id
         and d.chat_status is distinct from u.chat_status
