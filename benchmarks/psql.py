@@ -16,7 +16,7 @@ from psycopg import conninfo
 from benchmarks.harness import TRACEPARENT, clean_environment
 from crmctl.dev.postgres import find_binaries
 from crmctl.domain.errors import ConfigurationError
-from crmctl.jobs.expire_bookings import END, POISON_LIST_LIMIT, START, STATEMENTS
+from crmctl.jobs.expire_bookings import END, POISON_LIST_LIMIT, PREPARE, START, STATEMENTS
 from crmctl.sql import load
 
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
@@ -27,7 +27,8 @@ def drain(url: str, due: Mapping[str, int], batch_size: int, as_of: datetime, *,
     """Drain with psql, committing once per batch of both phases; returns the seconds of the process.
 
     `whole_job` runs every statement that a batch of the job runs: guards, savepoints, the count of what was
-    left behind, the job_runs row. Without it, each batch is BEGIN, the two `expire` statements and COMMIT.
+    left behind, the job_runs row. Without it, each batch is BEGIN, the planner's settings, the two `expire`
+    statements and COMMIT.
     """
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory) / "drain.sql"
@@ -45,6 +46,7 @@ def giant(url: str, as_of: datetime, limit: int) -> float:
     """Expire everything with one `expire` statement per phase in one transaction; returns its seconds."""
     with psycopg.connect(url) as connection:
         started = time.perf_counter()
+        connection.execute(PREPARE.encode())
         for statements in STATEMENTS.values():
             start = {"floor_deadline": START.deadline, "floor_id": START.id}
             scope = {"as_of": as_of, "tenant_id": None, "booking_ids": None, "traceparent": TRACEPARENT}
@@ -63,6 +65,7 @@ def _find_psql() -> str:
 def _expire_only(due: Mapping[str, int], batch_size: int, as_of: datetime) -> Iterator[str]:
     for number, phases in _batches(due, batch_size):
         yield "begin;"
+        yield f"{PREPARE};"
         for phase in phases:
             yield f"{_expire(phase, number, batch_size, as_of)} \\gset {phase}_{number}_"
         yield "commit;"
@@ -87,7 +90,7 @@ def _whole_job(due: Mapping[str, int], batch_size: int, as_of: datetime) -> Iter
     for number, phases in _batches(due, batch_size):
         yield "begin;"
         yield f"{_bind(load('session')['begin'], guards)} \\gset"
-        yield f"{load('expire_bookings')['prepare']};"
+        yield f"{PREPARE};"
         for phase in phases:
             yield "savepoint s;"
             yield f"{_expire(phase, number, batch_size, as_of)} \\gset {phase}_{number}_"

@@ -21,10 +21,15 @@ _NOTES: Final = """\
 - crmctl's rate comes from the `duration_ms` of the real binary's result (connecting included, starting Python not),
   psql's from its whole process, two workers' from the start of both processes to the end of the later one.
 - "Every statement of the job": guards, savepoints, the count of what was left behind and the job_runs row included.
-  "Only the expire statements": BEGIN, `expire` of both phases, COMMIT. Both commit once per batch, as crmctl does.
+  "Only the expire statements": BEGIN, the job's planner settings, `expire` of both phases, COMMIT. Both commit once per
+  batch, as crmctl does; the giant statement runs under the same planner settings.
 - No client that commits per batch can pass "its floor": the same SQL with nothing around it. What makes it: every batch
   goes through six indexes from end to end for its N rows, and prunes the pages where earlier batches left dead rows
   (beside an old snapshot nothing can be pruned); a giant statement goes through them once, and prunes nothing.
+- The relay's parts: the same records from memory through an idempotent producer that is flushed after as many; the same
+  statements without producing. Its own time is the whole job's, with connecting and a new producer's handshake. The
+  naive relay and the naive consumer take a share of the rows and are compared by their rates; the consumer's time is
+  the whole job's, with joining its group, the naive one's begins with its first message.
 - The ORM loop drains a tenth of the due bookings at N = 1000, each loaded with its deal, which the job checks too.
 """
 
