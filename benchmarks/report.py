@@ -23,9 +23,9 @@ _NOTES: Final = """\
 - "Every statement of the job": guards, savepoints, the count of what was left behind and the job_runs row included.
   "Only the expire statements": BEGIN, the job's planner settings, `expire` of both phases, COMMIT. Both commit once per
   batch, as crmctl does; the giant statement runs under the same planner settings.
-- No client that commits per batch can pass "its floor": the same SQL with nothing around it. What makes it: every batch
-  goes through six indexes from end to end for its N rows, and prunes the pages where earlier batches left dead rows
-  (beside an old snapshot nothing can be pruned); a giant statement goes through them once, and prunes nothing.
+- No client that commits per batch can pass "its floor": the same SQL with nothing around it. What most likely makes it:
+  every batch goes through six indexes from end to end for its N rows, and prunes the pages where earlier batches left
+  dead rows; a giant statement goes through them once, and prunes nothing. It was not isolated by experiment.
 - The relay's parts: the same records from memory through an idempotent producer that is flushed after as many; the same
   statements without producing. Its own time is the whole job's, with connecting and a new producer's handshake. The
   naive relay and the naive consumer take a share of the rows and are compared by their rates; the consumer's time is

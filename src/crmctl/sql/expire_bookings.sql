@@ -4,11 +4,13 @@
 -- name: prepare
 -- Deferred constraints would fail at the commit, where no row could be blamed any more. And the queue is to be walked
 -- in the order of its partial index at every size and state of the table: the planner cannot know how few rows are
--- poison, and on a small table it prefers to read everything and sort.
+-- poison, and on a small table it prefers to read everything and sort. For the same reason it overrates the cost, and
+-- would compile statements of a few milliseconds.
 set constraints all immediate;
 set local enable_seqscan = off;
 set local enable_bitmapscan = off;
-set local enable_sort = off
+set local enable_sort = off;
+set local jit = off
 
 -- name: defect
 -- Why a due row is poison, or null when it may expire. A scalar subquery, not a join, looks the deal up:
