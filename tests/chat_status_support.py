@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from tests.support import CallResult, Database, insert_deal, run_crmctl, start_c
 
 # What a broker without news keeps a consumer waiting for; its default of half a second adds up.
 IMPATIENT: Final = {"fetch.wait.max.ms": "10"}
+# The mock cluster notices that a member has left only when its session is over.
+MOCK_SESSION: Final = {"session.timeout.ms": "2000", "heartbeat.interval.ms": "500"}
 
 
 class Deal(NamedTuple):
@@ -90,7 +93,7 @@ class Chat:
         """The settings under which crmctl works on these topics."""
         return {
             "CRMCTL_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
-            "CRMCTL_KAFKA__OPTIONS": json.dumps(IMPATIENT),
+            "CRMCTL_KAFKA__OPTIONS": json.dumps(IMPATIENT if self.kafka.is_real else IMPATIENT | MOCK_SESSION),
             "CRMCTL_CHAT_STATUS__TOPIC": self.topic,
             "CRMCTL_CHAT_STATUS__DLQ_TOPIC": self.dlq_topic,
             "CRMCTL_CHAT_STATUS__GROUP": self.group,
@@ -207,6 +210,11 @@ def log_lines(result: CallResult | str, message: str | None = None) -> list[dict
     text = result if isinstance(result, str) else result.stderr
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     return lines if message is None else [line for line in lines if line["message"] == message]
+
+
+def hour_ago_ms() -> int:
+    """An hour ago in milliseconds since 1970; a broker deletes what is older than a week."""
+    return round(time.time() - 3600) * 1000
 
 
 def metric(exposition: str, name: str, **labels: str) -> float | None:

@@ -15,7 +15,7 @@ from crmctl.dev.kafka import temporary_kafka
 from crmctl.dev.kafka_server import KafkaServer
 from tests.acceptance.conftest import ChaosTable
 from tests.expire_support import CHAOS_FULL, Connection, column, finish, rows, scalar, scaled, wait_until
-from tests.kafka_fixtures import Kafka, MakeTopic, create_topic, read_topic
+from tests.kafka_fixtures import Kafka, MakeTopic, Record, create_topic, read_topic, wait_for_topic
 from tests.relay_support import (
     Arrivals,
     count,
@@ -125,10 +125,16 @@ def topic(broker: KafkaServer) -> str:
     return name
 
 
+def arrived(broker: KafkaServer, topic: str) -> list[Record]:
+    """What the topic holds, once the broker leads its partitions again: it does not at once after an outage."""
+    wait_for_topic(broker.bootstrap_servers, topic)
+    return read_topic(broker.bootstrap_servers, topic)
+
+
 def assert_nothing_is_marked_that_did_not_arrive(connection: Connection, broker: KafkaServer, topic: str) -> None:
     """Each marked row is in the topic, and an outage is nobody's fault."""
     marked = set(column(connection, "select id from crm.outbox_messages where published_at is not null"))
-    assert marked <= {message_id(record) for record in read_topic(broker.bootstrap_servers, topic)}
+    assert marked <= {message_id(record) for record in arrived(broker, topic)}
     assert count(connection, "attempts > 0 or last_error is not null or next_attempt_at is not null") == 0
 
 
@@ -137,7 +143,7 @@ def assert_a_rerun_completes(database: Database, connection: Connection, broker:
     result = relay(database, broker.bootstrap_servers, "--drain")
     assert result.exit_code == 0, result.stderr
     assert count(connection, PENDING) == 0
-    arrivals = Arrivals.of(read_topic(broker.bootstrap_servers, topic))
+    arrivals = Arrivals.of(arrived(broker, topic))
     arrivals.assert_complete_and_in_order(connection)
     return arrivals.duplicates
 
@@ -237,7 +243,7 @@ class TestTheBroker:
             process.send_signal(signal.SIGTERM)
             result = finish(process)
         assert result.exit_code == 0, result.stderr
-        Arrivals.of(read_topic(broker.bootstrap_servers, topic)).assert_complete_and_in_order(connection)
+        Arrivals.of(arrived(broker, topic)).assert_complete_and_in_order(connection)
         assert count(connection, "attempts > 0") == 0
 
     @pytest.mark.parametrize(("mode", "exit_code"), [("--drain", 143), ("--follow", 0)])
@@ -286,7 +292,7 @@ class TestTheConnectionToPostgresql:
             wait_until(lambda: count(connection, PENDING) == 0, "the second batch", seconds=60)
             process.send_signal(signal.SIGTERM)
             assert finish(process).exit_code == 0
-        arrivals = Arrivals.of(read_topic(broker.bootstrap_servers, topic))
+        arrivals = Arrivals.of(arrived(broker, topic))
         arrivals.assert_complete_and_in_order(connection)
         assert arrivals.duplicates > 0
         assert len(messages(connection)) == len(before) + 30
@@ -323,4 +329,4 @@ class TestAZombie:
             wait_until(lambda: count(connection, PENDING) == 0, "the zombie's next batch", seconds=60)
             zombie.send_signal(signal.SIGTERM)
             assert finish(zombie).exit_code == 0
-        Arrivals.of(read_topic(broker.bootstrap_servers, topic)).assert_complete_and_in_order(connection)
+        Arrivals.of(arrived(broker, topic)).assert_complete_and_in_order(connection)

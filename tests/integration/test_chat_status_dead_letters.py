@@ -20,7 +20,7 @@ from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.record_source import RawRecord
 from crmctl.domain.chat_status import ErrorCode, Position
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
-from tests.chat_status_support import Chat, Letter, log_lines, outgoing
+from tests.chat_status_support import Chat, Letter, hour_ago_ms, log_lines, outgoing
 from tests.expire_support import finish, rows
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, Record
 from tests.support import Database, insert_deal
@@ -50,8 +50,6 @@ HEADERS: Final = (
     ("имя с пробелом", "значение".encode()),
     ("x-custom", b"kept"),
 )
-# Not long ago: the broker deletes what is older than a week.
-HOUR_AGO_MS: Final = round(time.time() - 3600) * 1000
 FORGED: Final = (
     ("x-dlq-reason", b"forged"),
     ("x-original-offset", b"99"),
@@ -89,8 +87,9 @@ def assert_original_is_kept(letter: Letter, source: Record, *, without: Sequence
 def test_the_original_is_kept_byte_for_byte_and_each_header_of_ours_is_there_once(chat: Chat) -> None:
     keys: tuple[bytes | None, ...] = (b"deal", None, b"", bytes(range(256)))
     values: tuple[bytes | None, ...] = (b"\x00\xff garbage", None, b"", b'{"MessageId":1}')
+    first = hour_ago_ms()
     records = [
-        Outgoing(value, key, headers, partition=0, timestamp_ms=HOUR_AGO_MS + number)
+        Outgoing(value, key, headers, partition=0, timestamp_ms=first + number)
         for number, (value, key, headers) in enumerate(
             (value, key, headers) for value in values for key in keys for headers in (HEADERS, FORGED + HEADERS)
         )
@@ -114,16 +113,22 @@ def test_the_original_is_kept_byte_for_byte_and_each_header_of_ours_is_there_onc
         assert topic_ids == {str(described.topic_id)}
 
 
-def test_the_contracts_page_lists_these_headers_in_their_order() -> None:
+def test_the_contracts_page_lists_these_headers_in_their_order_and_what_the_topic_must_be() -> None:
     page = (Path(__file__).parents[2] / "docs" / "contracts.md").read_text(encoding="utf-8")
     section = page.split(f"## `{CHAT_STATUS_DLQ_TOPIC.name}`")[1].split("\n## ")[0]
     assert tuple(re.findall(r"^\| `(x-[a-z-]+)` \|", section, re.MULTILINE)) == OURS
+    assert f"at least {CHAT_STATUS_DLQ_TOPIC.partitions}." in section
+    for name in ("retention.ms", "cleanup.policy"):
+        assert f"`{name}={CHAT_STATUS_DLQ_TOPIC.config[name]}`" in section
+    mebibytes = int(CHAT_STATUS_DLQ_TOPIC.config["max.message.bytes"]) >> 20
+    assert f"`max.message.bytes` at least {mebibytes} MiB" in section
+    assert all(f"`{code}`" in section for code in ErrorCode)
 
 
 def test_a_record_that_waited_in_the_database_comes_out_as_it_went_in(chat: Chat) -> None:
     event = chat.missing_deal().event("Ready")
     key = b"\xff\x00 key"
-    (source,) = send(chat, outgoing(event, key=key, headers=FORGED + HEADERS, partition=0, timestamp_ms=HOUR_AGO_MS))
+    (source,) = send(chat, outgoing(event, key=key, headers=FORGED + HEADERS, partition=0, timestamp_ms=hour_ago_ms()))
     chat.consumed()
     assert (chat.letters(), len(chat.deferred())) == ([], 1)
     rows(chat.connection, "update crm.deferred_messages set attempts = 4, next_attempt_at = now()")

@@ -18,7 +18,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.chat_status_support import Chat, Deal, outgoing
+from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
 from tests.expire_support import finish, rows, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
 from tests.support import CallResult, Database
@@ -26,8 +26,6 @@ from tests.support import CallResult, Database
 pytestmark = pytest.mark.real_kafka
 
 STATUSES: Final = ("Provisioning", "Failed", "Provisioning", "Failed", "Ready", "Pending")
-# An hour before the tests, in milliseconds since 1970. Not long ago: the broker deletes what is older than a week.
-HOUR_AGO_MS: Final = round(time.time() - 3600) * 1000
 
 
 @pytest.fixture
@@ -53,17 +51,19 @@ def lag(chat: Chat) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
     return {line["partition"]: line for line in document.pop("partitions")}, document
 
 
-def fill(chat: Chat, per_partition: int, *, partitions: int = 2) -> None:
-    """Records one second apart, the first at HOUR_AGO_MS, in the first partitions."""
+def fill(chat: Chat, per_partition: int, *, partitions: int = 2) -> float:
+    """Records one second apart in the first partitions; returns when the first ones were made, an hour ago."""
+    first = hour_ago_ms()
     for partition in range(partitions):
         deal = chat.deal()
         chat.kafka.produce(
             chat.topic,
             [
-                outgoing(deal.event("Provisioning"), partition=partition, timestamp_ms=HOUR_AGO_MS + number * 1000)
+                outgoing(deal.event("Provisioning"), partition=partition, timestamp_ms=first + number * 1000)
                 for number in range(per_partition)
             ],
         )
+    return first / 1000
 
 
 # --- the replay -------------------------------------------------------------------------------------------------------
@@ -133,13 +133,13 @@ def test_a_replay_with_dead_letters_and_missing_deals_makes_the_same_letters_aga
 
 
 def test_rewind_moves_all_partitions_or_one_to_where_it_is_told(chat: Chat) -> None:
-    fill(chat, 5)
+    first = fill(chat, 5)
     chat.consumed()
     assert moves(rewind(chat, "earliest")) == {0: (5, 0), 1: (5, 0), 2: (0, 0), 3: (0, 0)}
     assert moves(rewind(chat, "latest")) == {0: (0, 5), 1: (0, 5), 2: (0, 0), 3: (0, 0)}
     assert moves(rewind(chat, "3", "--partition", "1")) == {1: (5, 3)}
     assert chat.committed() == {0: 5, 1: 3, 2: 0, 3: 0}
-    moment = datetime.fromtimestamp(HOUR_AGO_MS / 1000 + 2, UTC).isoformat()
+    moment = datetime.fromtimestamp(first + 2, UTC).isoformat()
     assert moves(rewind(chat, moment, "--partition", "0", "--partition", "1")) == {0: (5, 2), 1: (3, 2)}
     beyond = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     assert moves(rewind(chat, beyond, "--partition", "0")) == {0: (2, 5)}
@@ -261,7 +261,7 @@ def test_a_group_instance_id_makes_the_consumer_a_static_member(chat: Chat) -> N
 
 
 def test_lag_shows_messages_and_seconds_by_partition_and_what_waits(chat: Chat) -> None:
-    fill(chat, 5)
+    first = fill(chat, 5)
     missing = [chat.missing_deal() for _ in range(3)]
     chat.send(*(deal.event("Ready") for deal in missing), partition=3)
     lines, rest = lag(chat)
@@ -271,8 +271,7 @@ def test_lag_shows_messages_and_seconds_by_partition_and_what_waits(chat: Chat) 
         2: (None, 0, 0),
         3: (None, 3, 3),
     }
-    age = datetime.now(UTC).timestamp() - HOUR_AGO_MS / 1000
-    assert lines[0]["lag_seconds"] == pytest.approx(age, abs=3)
+    assert lines[0]["lag_seconds"] == pytest.approx(time.time() - first, abs=10)
     assert lines[2]["lag_seconds"] == 0
     assert 0 <= lines[3]["lag_seconds"] < 60
     assert rest == {
@@ -287,7 +286,7 @@ def test_lag_shows_messages_and_seconds_by_partition_and_what_waits(chat: Chat) 
     moves(rewind(chat, "4", "--partition", "0"))
     lines, rest = lag(chat)
     assert {n: x["lag_messages"] for n, x in lines.items()} == {0: 1, 1: 0, 2: 0, 3: 0}
-    assert lines[0]["lag_seconds"] == pytest.approx(datetime.now(UTC).timestamp() - HOUR_AGO_MS / 1000 - 4, abs=3)
+    assert lines[0]["lag_seconds"] == pytest.approx(time.time() - first - 4, abs=10)
     assert [lines[n]["lag_seconds"] for n in (1, 2, 3)] == [0, 0, 0]
     (deferred,) = rows(
         chat.connection, "select min(deferred_at), min(next_attempt_at) as next from crm.deferred_messages"
@@ -359,7 +358,7 @@ def test_lag_counts_from_the_first_record_that_is_left_where_the_committed_one_i
 
 
 def test_records_that_no_consumer_can_decode_lag_like_any_other(chat: Chat) -> None:
-    chat.kafka.produce(chat.topic, [Outgoing(None, None, partition=0, timestamp_ms=HOUR_AGO_MS)])
+    chat.kafka.produce(chat.topic, [Outgoing(None, None, partition=0, timestamp_ms=hour_ago_ms())])
     lines, _ = lag(chat)
     assert lines[0]["lag_messages"] == 1
     assert 3600 <= lines[0]["lag_seconds"] < 4000

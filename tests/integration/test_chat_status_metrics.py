@@ -6,7 +6,6 @@ import socket
 import struct
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -19,7 +18,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.chat_status_support import Chat, edited, log_lines, metric, outgoing
+from tests.chat_status_support import Chat, edited, hour_ago_ms, log_lines, metric, outgoing
 from tests.expire_support import finish, rows, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
 from tests.support import CallResult, Database
@@ -37,7 +36,6 @@ METRICS: Final = {
 FIELDS: Final = {"DealId", "TenantId", "ChatId", "FromStatus", "ToStatus", "MessageId", "payload.Version"}
 TRACE_ID: Final = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID: Final = "b7ad6b7169203331"
-HOUR_AGO_MS: Final = round(time.time() - 3600) * 1000
 
 
 @pytest.fixture
@@ -137,7 +135,7 @@ def test_a_duplicate_with_another_contract_version_is_a_duplicate_and_nothing_el
 
 def test_liveness_and_readiness_do_not_depend_on_postgresql_and_the_lag_grows_while_it_is_away(chat: Chat) -> None:
     deal = chat.deal()
-    chat.kafka.produce(chat.topic, [outgoing(deal.event("Ready"), partition=0, timestamp_ms=HOUR_AGO_MS)])
+    chat.kafka.produce(chat.topic, [outgoing(deal.event("Ready"), partition=0, timestamp_ms=hour_ago_ms())])
     port = free_port()
     away = {"CRMCTL_DATABASE_URL": "postgresql://crm:secret@127.0.0.1:1/crm"}
     with chat.running(env=listening_on(port) | away) as consumer:

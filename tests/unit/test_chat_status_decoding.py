@@ -385,7 +385,7 @@ VALUES: Final = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     outer=st.dictionaries(st.sampled_from(["MessageId", "ContractVersion", "Payload", "Extra"]), VALUES),
     inner=st.dictionaries(
@@ -398,7 +398,7 @@ def test_an_event_with_random_json_in_its_fields_is_never_a_surprise(
     survives(edited(SENT, payload=inner, **outer))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(document=VALUES)
 def test_random_json_is_never_a_surprise(document: Any) -> None:
     survives(json.dumps(document).encode())

@@ -326,7 +326,7 @@ def sequential(events: Iterable[Event]) -> str:
 STATUSES: Final = st.sampled_from([PROVISIONING, FAILED, PROVISIONING, FAILED, READY, PENDING])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(statuses=st.lists(STATUSES, min_size=1, max_size=7), data=st.data())
 def test_without_any_marks_a_deals_events_in_any_order_and_number_end_as_in_sequence(
     statuses: list[ChatStatus], data: st.DataObject
@@ -341,7 +341,7 @@ def test_an_event_of_the_same_value_moves_the_position_on_so_an_older_one_cannot
     assert fold_one_by_one([first, last, refused]) == PROVISIONING
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     history=st.lists(
         st.tuples(STATUSES, st.sampled_from([("old", 0), ("old", 1), ("new", 0), ("new", 1)])), min_size=1, max_size=7
@@ -523,7 +523,7 @@ def live(world: World, steps: Iterable[Step]) -> None:
             world.replay(lambda number: bool(first >> number & 1))  # noqa: B023
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(sent=SENT, steps=st.lists(st.one_of(READ, READ, REWIND, FORGET, APPEAR, WAIT, REPLAY), max_size=25))
 @example(
     sent=[(0, PROVISIONING, "tenant"), (0, FAILED, "tenant"), (0, PROVISIONING, "tenant")],
@@ -538,7 +538,7 @@ def test_crashes_rewinds_lost_marks_retries_and_replays_in_any_order_end_as_in_s
     world.assert_sequential()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     sent=SENT,
     steps=st.lists(st.one_of(READ.filter(lambda step: step[3] != "a deal is refused"), REWIND, APPEAR), max_size=25),
