@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 _BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
@@ -16,6 +16,7 @@ class ChatStatusMetrics:
     """What the consumer counts, after each commit."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # nobody asked for a second series of each counter
         self.registry = CollectorRegistry()
         self.consume_duration_ms = Histogram(
             "crm_chat_status_consume_duration_ms",
