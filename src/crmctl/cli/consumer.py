@@ -23,9 +23,10 @@ def run_consumer(
     command: Command, until_caught_up: bool, batch_size: int, time_budget: timedelta | None
 ) -> dict[str, object]:
     """Consume until it ends by itself or by a signal; return the result document."""
-    chat, brokers, log = command.settings.chat_status, command.settings.kafka, command.log
+    chat, brokers = command.settings.chat_status, command.settings.kafka
     run = Run(uuid4(), traceparent(), Budget(time_budget), stopping=lambda: command.interrupts.pending is not None)
     command.bind(job=JOB_NAME, run_id=str(run.id))
+    log = command.log
     dead_letters = Publisher(
         lambda: kafka.producer(
             brokers,

@@ -3,6 +3,7 @@
 Only with the extra `otel` and OTEL_EXPORTER_OTLP_ENDPOINT set; otherwise nothing is imported and nothing is done.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,9 @@ class Tracing:
 
 
 def _provider() -> Any:
+    # What the exporter says of a collector that is away would stand between our JSON lines.
+    logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
+    logging.getLogger("opentelemetry").propagate = False
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
