@@ -131,9 +131,12 @@ class RecordSource:
 
     def commit(self) -> None:
         """Commit the progress of the partitions that are still ours. Raises UnavailableError."""
+        done = dict(self.assigned)
+        for record in reversed(self._carried):  # read, but not handled yet
+            done[record.position.partition] = record.position.offset
         offsets = [
             TopicPartition(self.topic.name, number, offset)
-            for number, offset in self.assigned.items()
+            for number, offset in done.items()
             if offset is not None and offset != self._committed.get(number)
         ]
         if not offsets:
