@@ -320,7 +320,7 @@ def test_up_leaves_a_migrated_database_and_its_address(project: Path) -> None:
     found = environment.up(project)
     assert found.config_file == project.resolve() / ".crmctl" / "dev.toml"
     assert mode(found.config_file) == 0o600
-    assert tomllib.loads(found.config_file.read_text()) == {"database_url": found.database_url}
+    assert tomllib.loads(found.config_file.read_text())["database_url"] == found.database_url
     assert found.database_url not in repr(found)
     with psycopg.connect(found.database_url) as connection:
         assert connection.execute("select count(*) from crm.bookings").fetchone() == (0,)
