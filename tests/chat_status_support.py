@@ -22,7 +22,7 @@ from tests.support import CallResult, Database, insert_deal, run_crmctl, start_c
 # What a broker without news keeps a consumer waiting for; its default of half a second adds up.
 IMPATIENT: Final = {"fetch.wait.max.ms": "10"}
 # The mock cluster notices that a member has left only when its session is over.
-MOCK_SESSION: Final = {"session.timeout.ms": "2000", "heartbeat.interval.ms": "500"}
+MOCK_SESSION: Final = {"session.timeout.ms": "6000", "heartbeat.interval.ms": "1000"}
 
 
 class Deal(NamedTuple):

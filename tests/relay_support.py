@@ -1,8 +1,10 @@
 """What the tests of `bookings extend` and `outbox relay` share: tokens, keys, events, what arrived in Kafka."""
 
+import atexit
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from tests.expire_support import Connection, fingerprints, rows, scalar
 from tests.kafka_fixtures import Record
-from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
+from tests.support import CallResult, Database, insert_booking, start_crmctl
 
 ISSUER: Final = "https://login.example/realms/crm"
 AUDIENCE: Final = "crmctl-tests"
@@ -102,95 +104,18 @@ def ed25519_signer() -> Signer:
     return Signer(ed25519.Ed25519PrivateKey.generate(), "EdDSA")
 
 
-def tenant_of(connection: Connection, booking_id: UUID) -> UUID:
-    """Whose booking it is."""
-    tenant_id = scalar(connection, "select tenant_id from crm.bookings where id = %s", booking_id)
-    assert isinstance(tenant_id, UUID)
-    return tenant_id
-
-
-def extend(
-    database: Database | str,
-    booking_id: UUID,
-    *args: str,
-    token: str | None,
-    env: Mapping[str, str] | None = None,
-    form: str = "json",
-    timeout: float = 60.0,
-) -> CallResult:
-    """Run `crmctl bookings extend` to its end, and check that it shows no part of the token."""
-    result = run_crmctl(
-        "bookings",
-        "extend",
-        str(booking_id),
-        "-o",
-        form,
-        *args,
-        database=database,
-        env=_actor(token) | dict(env or {}),
-        timeout=timeout,
-    )
-    assert_hidden(token, result)
-    return result
-
-
-def start_extend(
-    database: Database | str, booking_id: UUID, *args: str, token: str, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    """Start `crmctl bookings extend -o json`; use it as a context manager."""
-    return start_crmctl(
-        "bookings",
-        "extend",
-        str(booking_id),
-        "-o",
-        "json",
-        *args,
-        database=database,
-        env=_actor(token) | dict(env or {}),
-    )
-
-
-def _actor(token: str | None) -> dict[str, str]:
-    return rsa_signer().settings | ({} if token is None else {"CRMCTL_ACTOR_TOKEN": token})
-
-
-def assert_hidden(token: str | None, result: CallResult) -> None:
-    """No part of the token, signature or not, is in what the command wrote."""
-    for part in (token or "").split("."):
-        for text in (result.stdout, result.stderr):
-            assert len(part) < 8 or part not in text
-
-
-def insert_booked(connection: Connection, **overrides: object) -> UUID:
-    """Insert a Booked booking that is due in a day unless an override says otherwise."""
-    now = scalar(connection, "select clock_timestamp()")
-    deadline = scalar(connection, "select %s::timestamptz + interval '1 day'", now)
-    return insert_booking(connection, **{"status": "Booked", "booking_expires_at": deadline, **overrides})
-
-
-def work(connection: Connection) -> dict[str, str]:
-    """A hash over the rows of each table but the run records, which tell of failures too."""
-    return {table: digest for table, digest in fingerprints(connection).items() if table != "crm.job_runs"}
-
-
-def error_of(result: CallResult) -> dict[str, Any]:
-    """The JSON error document, which is alone on stdout."""
-    document = result.json
-    assert set(document) == {"error"}
-    error: dict[str, Any] = document["error"]
-    return error
-
-
 # --- the binary without its start-up ----------------------------------------------------------------------------------
 
 _PREFORK: Final = """
-import json, os, sys, tempfile
-import crmctl.adapters.identity, crmctl.cli.run, crmctl.jobs.expire_bookings, crmctl.jobs.extend_booking
+import json, os, sys, tempfile, time
+import crmctl.adapters.identity, crmctl.adapters.publisher, crmctl.cli.run
+import crmctl.jobs.expire_bookings, crmctl.jobs.extend_booking, crmctl.jobs.relay_outbox
 from crmctl.__main__ import main
 
 def run(command):
     os.environ.clear()
     os.environ.update(command["env"])
+    time.tzset()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["crmctl", *command["args"]]
     try:
@@ -244,23 +169,127 @@ class Prefork:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def start(self, *args: str, database: Database, env: Mapping[str, str]) -> None:
+    def start(self, *args: str, database: Database | str, env: Mapping[str, str]) -> None:
         """Start a command; one at a time."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("CRMCTL_", "PG"))}
-        command = {"args": args, "env": clean | {"CRMCTL_DATABASE_URL": database.url} | dict(env)}
+        url = database if isinstance(database, str) else database.url
+        command = {"args": args, "env": clean | {"CRMCTL_DATABASE_URL": url} | dict(env)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def finish(self) -> CallResult:
+    def finish(self, timeout: float = 60.0) -> CallResult:
         """Wait for the command that was started."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            self._process.kill()
+            raise AssertionError(f"the command had not ended after {timeout:.0f} s")
         return CallResult(**json.loads(self._process.stdout.readline()))
 
-    def run(self, *args: str, database: Database, env: Mapping[str, str]) -> CallResult:
+    def run(self, *args: str, database: Database | str, env: Mapping[str, str], timeout: float = 60.0) -> CallResult:
         """Run a command to its end."""
         self.start(*args, database=database, env=env)
-        return self.finish()
+        return self.finish(timeout)
+
+
+@functools.cache
+def _shared_prefork() -> Prefork:
+    made = Prefork()
+    atexit.register(made.__exit__)
+    return made
+
+
+def run_forked(*args: str, database: Database | str, env: Mapping[str, str], timeout: float = 60.0) -> CallResult:
+    """Run a command to its end, in a fork of the one process that all tests of a session share for this."""
+    try:
+        return _shared_prefork().run(*args, database=database, env=env, timeout=timeout)
+    except BaseException:
+        # Its answer would be the next command's.
+        _shared_prefork.cache_clear()
+        raise
+
+
+# --- extensions -------------------------------------------------------------------------------------------------------
+
+
+def tenant_of(connection: Connection, booking_id: UUID) -> UUID:
+    """Whose booking it is."""
+    tenant_id = scalar(connection, "select tenant_id from crm.bookings where id = %s", booking_id)
+    assert isinstance(tenant_id, UUID)
+    return tenant_id
+
+
+def extend(
+    database: Database | str,
+    booking_id: UUID,
+    *args: str,
+    token: str | None,
+    env: Mapping[str, str] | None = None,
+    form: str = "json",
+    timeout: float = 60.0,
+) -> CallResult:
+    """Run `crmctl bookings extend` to its end, and check that it shows no part of the token."""
+    result = run_forked(
+        "bookings",
+        "extend",
+        str(booking_id),
+        "-o",
+        form,
+        *args,
+        database=database,
+        env=actor(token) | dict(env or {}),
+        timeout=timeout,
+    )
+    assert_hidden(token, result)
+    return result
+
+
+def start_extend(
+    database: Database | str, booking_id: UUID, *args: str, token: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `crmctl bookings extend -o json`; use it as a context manager."""
+    return start_crmctl(
+        "bookings",
+        "extend",
+        str(booking_id),
+        "-o",
+        "json",
+        *args,
+        database=database,
+        env=actor(token) | dict(env or {}),
+    )
+
+
+def actor(token: str | None) -> dict[str, str]:
+    """The environment in which crmctl believes signer number 1, with a token to believe."""
+    return rsa_signer().settings | ({} if token is None else {"CRMCTL_ACTOR_TOKEN": token})
+
+
+def assert_hidden(token: str | None, result: CallResult) -> None:
+    """No part of the token, signature or not, is in what the command wrote."""
+    for part in (token or "").split("."):
+        for text in (result.stdout, result.stderr):
+            assert len(part) < 8 or part not in text
+
+
+def insert_booked(connection: Connection, **overrides: object) -> UUID:
+    """Insert a Booked booking that is due in a day unless an override says otherwise."""
+    now = scalar(connection, "select clock_timestamp()")
+    deadline = scalar(connection, "select %s::timestamptz + interval '1 day'", now)
+    return insert_booking(connection, **{"status": "Booked", "booking_expires_at": deadline, **overrides})
+
+
+def work(connection: Connection) -> dict[str, str]:
+    """A hash over the rows of each table but the run records, which tell of failures too."""
+    return {table: digest for table, digest in fingerprints(connection).items() if table != "crm.job_runs"}
+
+
+def error_of(result: CallResult) -> dict[str, Any]:
+    """The JSON error document, which is alone on stdout."""
+    document = result.json
+    assert set(document) == {"error"}
+    error: dict[str, Any] = document["error"]
+    return error
 
 
 # --- the outbox -------------------------------------------------------------------------------------------------------
@@ -350,7 +379,7 @@ def relay(
 ) -> CallResult:
     """Run `crmctl outbox relay -o json` to its end; `options` are librdkafka's."""
     environment = relay_environment(bootstrap_servers, options) | dict(env or {})
-    return run_crmctl("outbox", "relay", "-o", "json", *args, database=database, env=environment, timeout=timeout)
+    return run_forked("outbox", "relay", "-o", "json", *args, database=database, env=environment, timeout=timeout)
 
 
 def start_relay(

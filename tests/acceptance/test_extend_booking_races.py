@@ -5,8 +5,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -22,6 +21,7 @@ from tests.expire_support import (
     bookings,
     events,
     expire,
+    finish,
     insert_due,
     rows,
     scalar,
@@ -236,9 +236,9 @@ class TestTwoExtensionsAtOnce:
         connection = database.connect()
         ids = [insert_booked(connection) for _ in range(6)]
         tokens = {booking_id: rsa_signer().token(tenant_of(connection, booking_id)) for booking_id in ids}
-        with ThreadPoolExecutor(len(ids)) as pool:
-            results = list(pool.map(lambda booking_id: extend(database, booking_id, token=tokens[booking_id]), ids))
-        assert [result.exit_code for result in results] == [0] * len(ids)
+        with ExitStack() as stack:
+            started = [stack.enter_context(start_extend(database, each, token=tokens[each])) for each in ids]
+            assert [finish(process).exit_code for process in started] == [0] * len(ids)
         assert {booking["extensions_count"] for booking in bookings(connection).values()} == {1}
 
 

@@ -27,19 +27,19 @@ from tests.relay_support import (
     ISSUER,
     Prefork,
     Signer,
+    actor,
     assert_hidden,
     auth,
     ec_signer,
     ed25519_signer,
     error_of,
-    extend,
     insert_booked,
     manager_claims,
     rsa_signer,
     tenant_of,
     work,
 )
-from tests.support import CallResult, Database
+from tests.support import CallResult, Database, run_crmctl
 
 FAKE_CLOCK = Path(__file__).parents[1] / "fakeclock"
 
@@ -269,12 +269,9 @@ class TestTheTimeOfAToken:
     ) -> None:
         booking_id = insert_booked(connection)
         times = {name: now() + seconds for name, seconds in claims.items()}
-        result = extend(
-            database,
-            booking_id,
-            token=rsa_signer().token(tenant_of(connection, booking_id), **dict[str, Any](times)),
-            env={"PYTHONPATH": str(FAKE_CLOCK), "FAKE_CLOCK_OFFSET_SECONDS": str(host_is_off)},
-        )
+        token = rsa_signer().token(tenant_of(connection, booking_id), **dict[str, Any](times))
+        clock = {"PYTHONPATH": str(FAKE_CLOCK), "FAKE_CLOCK_OFFSET_SECONDS": str(host_is_off)}
+        result = run_crmctl("bookings", "extend", str(booking_id), database=database, env=actor(token) | clock)
         assert result.exit_code == exit_code
 
 
