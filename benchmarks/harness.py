@@ -59,7 +59,7 @@ SCALES: Final = {
             rounds=3,
             startup_runs=21,
             messages=20_000,
-            events=120_000,
+            events=240_000,
         ),
         Scale("small", bookings=20_000, due=8_000, locked=400, rounds=1, startup_runs=5, messages=4_000, events=12_000),
     )

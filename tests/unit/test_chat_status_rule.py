@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -128,7 +128,7 @@ def test_across_partitions_and_topic_ids_changed_at_decides(place: Position) -> 
     current = deal(PROVISIONING, at=50, changed_at=TODAY)
 
     def from_there(status: ChatStatus, changed_at: int) -> Event:
-        return replace(event(status, changed_at=changed_at), position=place)
+        return event(status, changed_at=changed_at)._replace(position=place)
 
     assert applies(current, from_there(FAILED, TODAY + 1))
     assert not applies(current, from_there(FAILED, TODAY))
@@ -177,11 +177,11 @@ def test_a_message_that_is_marked_waiting_or_twice_in_the_batch_is_a_duplicate()
 
 
 def test_a_duplicate_is_a_duplicate_whatever_else_is_wrong_with_it() -> None:
-    decided = decide(event(None, message_id="m"), deals={"deal": replace(deal(), tenant_id="other")}, seen={"m"})
+    decided = decide(event(None, message_id="m"), deals={"deal": deal()._replace(tenant_id="other")}, seen={"m"})
     assert one(decided).outcome is Outcome.DUPLICATE
 
 
-@pytest.mark.parametrize("deals", [{}, {"deal": deal(deleted=True)}, {"deal": replace(deal(), tenant_id="other")}])
+@pytest.mark.parametrize("deals", [{}, {"deal": deal(deleted=True)}, {"deal": deal()._replace(tenant_id="other")}])
 def test_an_unknown_status_is_a_dead_letter_whatever_its_deal_is_like(deals: Mapping[str, Deal]) -> None:
     decision = one(decide(event(None), deals=deals))
     assert (decision.outcome, decision.code) == (Outcome.DEAD_LETTERED, ErrorCode.UNKNOWN)
@@ -291,7 +291,7 @@ def test_a_deal_that_appears_deleted_or_with_another_tenant_settles_what_waited_
     item = waiting(event(READY, 1), attempts=2)
     deleted = one(decide(deals={"deal": deal(deleted=True)}, deferred=[item]))
     assert (deleted.outcome, deleted.attempts) == (Outcome.SOFT_DELETED, 2)
-    foreign = one(decide(deals={"deal": replace(deal(), tenant_id="other")}, deferred=[item]))
+    foreign = one(decide(deals={"deal": deal()._replace(tenant_id="other")}, deferred=[item]))
     assert (foreign.code, foreign.attempts) == (ErrorCode.TENANT_MISMATCH, 2)
 
 
@@ -551,7 +551,7 @@ def test_a_message_that_messenger_sends_again_later_changes_nothing_while_its_ma
     for partition in world.partitions:
         for copied in data.draw(st.lists(st.sampled_from(partition), max_size=4)) if partition else []:
             position = copied.position._replace(offset=len(partition))
-            partition.append(replace(copied, position=position))
+            partition.append(copied._replace(position=position))
     live(world, steps)
     world.finish()
     world.assert_sequential()

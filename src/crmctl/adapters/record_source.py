@@ -7,7 +7,7 @@ end-of-partition events show them; the caller commits it once a batch is done.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -37,8 +37,7 @@ _MOVED_ON: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RawRecord:
+class RawRecord(NamedTuple):
     """A record as it is in its topic: `timestamp_ms` is Kafka's, -1 where there is none."""
 
     position: Position
@@ -74,8 +73,9 @@ class RecordSource:
     _ends: set[int] = field(default_factory=set)
     _paused: bool = False
 
-    def subscribe(self) -> None:
-        """Join the group. Raises UnavailableError or ConfigurationError."""
+    def subscribe(self, stopping: Callable[[], bool]) -> None:
+        """Join the group. Raises UnavailableError, also when it should stop, or ConfigurationError."""
+        kafka.existing_topics(self.admin, stopping)  # asks in short calls: a signal is not heard within one
         self.refresh()
         self.consumer.subscribe(
             [self.topic.name], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_revoke

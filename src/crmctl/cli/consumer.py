@@ -1,5 +1,6 @@
 """Builds the chat-status consumer out of the settings, and runs it under the command's signals."""
 
+import gc
 from datetime import timedelta
 from uuid import uuid4
 
@@ -67,6 +68,8 @@ def run_consumer(
                 f"the metrics port {chat.metrics_port} cannot be had: {error.strerror}",
                 hint="set CRMCTL_CHAT_STATUS__METRICS_PORT",
             ) from None
+    # What is loaded by now stays; the collector need not walk through it again with every few batches.
+    gc.freeze()
     with command.interrupts.deferred():
         try:
             totals = consumption.consume()

@@ -4,7 +4,7 @@ Pure: the consumer, its deferred retries and the replay of dead letters all deci
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -66,8 +66,7 @@ class Position(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A decoded event. Ids are canonical lower-case UUIDs; `changed_at` is microseconds since 1970, of any size.
 
     `status` None means that the sent value is none of ChatStatus; `sent_status` is what was sent. `contract_version` is
@@ -86,8 +85,7 @@ class Event:
     position: Position
 
 
-@dataclass(frozen=True, slots=True)
-class Deal:
+class Deal(NamedTuple):
     """A deal as the fold sees it. `position` and `changed_at` are those of the latest event that its status is from."""
 
     tenant_id: str
@@ -97,8 +95,7 @@ class Deal:
     changed_at: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Deferred:
+class Deferred(NamedTuple):
     """An event that waits for its deal. `attempts` are the retries that have failed."""
 
     event: Event
@@ -106,8 +103,7 @@ class Deferred:
     next_attempt_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What becomes of one event, and why; `attempts` are the retries of a deferred one."""
 
     event: Event
@@ -240,11 +236,11 @@ def _fold(
             result.decisions.append(Decision(event, Outcome.SOFT_DELETED, deal.status, attempts=attempts))
         elif applies(deal, event) and event.status is not None:
             result.decisions.append(Decision(event, Outcome.APPLIED, deal.status, attempts=attempts))
-            deal = replace(deal, status=event.status, position=event.position, changed_at=event.changed_at)
+            deal = Deal(deal.tenant_id, event.status, deal.deleted, event.position, event.changed_at)
             result.deals[deal_id] = deal
         else:
             result.decisions.append(Decision(event, Outcome.STALE, deal.status, attempts=attempts))
             if event.status == deal.status != ChatStatus.READY and _is_later(deal, event):
                 # It confirms the status: an older event of the same rank that comes later must not undo it.
-                deal = replace(deal, position=event.position, changed_at=event.changed_at)
+                deal = Deal(deal.tenant_id, deal.status, deal.deleted, event.position, event.changed_at)
                 result.deals[deal_id] = deal

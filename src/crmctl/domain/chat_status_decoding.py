@@ -6,7 +6,7 @@ DateTimeOffset.MinValue and MaxValue with any offset. What cannot be read is Mal
 
 import re
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
@@ -15,6 +15,8 @@ from crmctl.domain.chat_status import ChatStatus, Event, Position
 _BOM: Final = b"\xef\xbb\xbf"
 _EPOCH: Final = datetime(1970, 1, 1)
 _CANONICAL: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.ASCII)
+# The four ids of an event in the usual spelling, one to a line: one look instead of four.
+_FOUR: Final = re.compile(r"\n".join([r"(?!0{8}-)" + _CANONICAL.pattern] * 4), re.ASCII)
 _HEX: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _STRUCT: Final = re.compile(
     r"\{0x([0-9a-f]{1,8}),0x([0-9a-f]{1,4}),0x([0-9a-f]{1,4}),\{"
@@ -51,11 +53,12 @@ def decode(value: bytes | None, position: Position) -> Event:
     status, failure_reason = payload.get("Status"), payload.get("FailureReason")
     version = document.get("ContractVersion")
     known = _STATUSES.get(status) if isinstance(status, str) else None
+    message_id, deal_id, tenant_id, chat_id = _ids(document, payload)
     return Event(
-        message_id=_guid(document, "MessageId"),
-        deal_id=_guid(payload, "DealId"),
-        tenant_id=_guid(payload, "TenantId"),
-        chat_id=_guid(payload, "ChatId"),
+        message_id=message_id,
+        deal_id=deal_id,
+        tenant_id=tenant_id,
+        chat_id=chat_id,
         status=known,
         sent_status=known or _show(status),
         failure_reason=failure_reason[:_LONGEST_REASON] if isinstance(failure_reason, str) else None,
@@ -73,6 +76,17 @@ def _show(status: object) -> str:
     if isinstance(status, str | int | float | bool | None):
         return _short(orjson.dumps(status).decode())
     return "an array" if isinstance(status, list) else "an object"
+
+
+def _ids(document: dict[str, Any], payload: dict[str, Any]) -> tuple[str, str, str, str]:
+    try:
+        ids = (document["MessageId"], payload["DealId"], payload["TenantId"], payload["ChatId"])
+        if _FOUR.fullmatch("\n".join(ids)):
+            return ids
+    except (KeyError, TypeError):  # one of them is missing or no text
+        pass
+    message_id = _guid(document, "MessageId")
+    return message_id, _guid(payload, "DealId"), _guid(payload, "TenantId"), _guid(payload, "ChatId")
 
 
 def _guid(source: dict[str, object], name: str) -> str:

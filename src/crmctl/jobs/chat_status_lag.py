@@ -8,6 +8,7 @@ from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import groups
 from crmctl.adapters.postgres import Transaction
+from crmctl.domain.errors import ConfigurationError
 from crmctl.sql import load
 
 STATEMENTS: Final = load("chat_status_lag")
@@ -16,9 +17,12 @@ STATEMENTS: Final = load("chat_status_lag")
 def query(tx: Transaction, client: AdminClient, reader: Consumer, group: str, topic: str) -> dict[str, Any]:
     """Return lag per partition (messages, and seconds since the oldest unread record), and the deferred events.
 
-    A partition without a committed offset is behind by all that it holds.
+    A partition without a committed offset is behind by all that it holds. Raises ConfigurationError where there is
+    no such topic.
     """
     numbers = groups.partitions(client, topic)
+    if not numbers:
+        raise ConfigurationError(f"topic {topic} does not exist", hint="check CRMCTL_CHAT_STATUS__TOPIC")
     first = groups.offsets(client, topic, numbers, "earliest")
     ends = groups.offsets(client, topic, numbers, "latest")
     committed = groups.committed(client, group, topic)

@@ -16,9 +16,10 @@ polling goes on, so the group does not rebalance. What belongs to a partition th
 owner reads it.
 """
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -48,6 +49,8 @@ _RETRY_SECONDS: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
 # A member without partitions waits so long for the group to give it some, before it is caught up.
 _JOIN_SECONDS: Final = 5.0
+# What nobody reads about above the debug level, one by one.
+_ORDINARY: Final = frozenset({Outcome.APPLIED, Outcome.STALE, Outcome.DUPLICATE})
 _COUNTS: Final = {
     Outcome.APPLIED: "applied_count",
     Outcome.STALE: "stale_count",
@@ -101,7 +104,16 @@ class Consumption:
 
     def consume(self) -> Totals:
         """Consume until a signal, the time budget, or the end. Raises what cannot be waited for."""
-        self._patiently(self.source.subscribe)
+        try:
+            self._consume()
+        except (UnavailableError, TryAgainError):
+            # Told to stop while it waited for Kafka.
+            if self.options.until_caught_up or not self.run.stopping():
+                raise
+        return self.totals
+
+    def _consume(self) -> None:
+        self._patiently(lambda: self.source.subscribe(self.run.stopping))
         ends = self._patiently(self.source.end_offsets) if self.options.until_caught_up else None
         started = last_look = time.monotonic()
         while not self.run.stopping() and not self.run.budget.spent:
@@ -117,7 +129,6 @@ class Consumption:
                     pass
                 self.totals.caught_up = True
                 break
-        return self.totals
 
     def _patiently(self, step: Callable[[], T]) -> T:
         pause = 1.0
@@ -142,7 +153,7 @@ class Consumption:
         while True:
             try:
                 if malformed:
-                    self._write_letters(malformed)
+                    self._write_letters(malformed, {})
                     malformed = []
                 if batch is not None:
                     decided = self._apply(batch, condemned)
@@ -169,23 +180,28 @@ class Consumption:
         events: list[Event] = []
         raws: dict[Position, RawRecord] = {}
         malformed: list[Letter] = []
+        debug = self.log.is_enabled_for(logging.DEBUG)
         for record in records:
             try:
                 event = decode(record.value, record.position)
             except MalformedError as error:
                 malformed.append((record, ErrorCode.MALFORMED, str(error), 0))
                 continue
+            if debug:
+                self.log.debug("consumed", **_fields(event))
             events.append(event)
             raws[record.position] = record
         return Batch(tuple(events), raws), malformed
 
-    def _write_letters(self, letters: Sequence[Letter]) -> None:
+    def _write_letters(self, letters: Sequence[Letter], events: Mapping[Position, Event]) -> None:
         self.dead_letters.write(list(letters), self.run.stopping)
         self.metrics.dlq.inc(len(letters))
         for record, code, reason, attempts in letters:
-            self.log.error(
-                "dead-lettered", code=code.value, reason=reason, attempts=attempts, **_place(record.position)
-            )
+            event = events.get(record.position)  # None: it is malformed
+            fields = _place(record.position) | (_fields(event) if event is not None else {})
+            if code is ErrorCode.TENANT_MISMATCH:
+                self.log.error("tenant-mismatch", **fields)
+            self.log.error("dead-lettered", code=code.value, reason=reason, attempts=attempts, **fields)
         self.totals.counts["dead_lettered_count"] += len(letters)
 
     def _apply(self, batch: Batch, condemned: dict[Position, tuple[ErrorCode, str]]) -> int:
@@ -209,7 +225,7 @@ class Consumption:
             except DeadLettersFirst as first:
                 self.database.rollback()
                 letters = [(raw, d.code or ErrorCode.APPLY_FAILED, d.reason, d.attempts) for raw, d in first.letters]
-                self._write_letters(letters)
+                self._write_letters(letters, {raw.position: decision.event for raw, decision in first.letters})
                 condemned |= {raw.position: (code, reason) for raw, code, reason, _ in letters}
             except BaseException:
                 self._rollback()
@@ -233,19 +249,20 @@ class Consumption:
             self.log.info("batch", **counts)
         # Dead letters were counted when they were written.
         self.totals.counts.update({name: n for name, n in counts.items() if name != "dead_lettered_count"})
+        debug = self.log.is_enabled_for(logging.DEBUG)
         for decision in decided.decisions:
             event, outcome = decision.event, decision.outcome
             if event.contract_version != 1 and outcome is not Outcome.DUPLICATE and event.position in batch.raws:
                 self.metrics.contract_mismatch.inc()
-                version = {"payload.Version": event.contract_version}
-                self.log.warning("contract mismatch", MessageId=event.message_id, **version)
+                self.log.warning("contract mismatch", **_fields(event, decision.from_status))
             if outcome is Outcome.APPLIED:
                 self.metrics.applied.labels(to_status=str(event.status)).inc()
             elif outcome is Outcome.STALE:
                 self.metrics.stale.inc()
             elif outcome is Outcome.DUPLICATE:
                 self.metrics.duplicates.inc()
-            self._tell(decision)
+            if debug or outcome not in _ORDINARY or event.failure_reason is not None:
+                self._tell(decision)
 
     def _tell(self, decision: Decision) -> None:
         """One line per event: what is ordinary at debug level, what someone may have to look at above it."""
@@ -257,17 +274,21 @@ class Consumption:
             tell = self.log.warning
         elif decision.outcome is Outcome.APPLIED and event.failure_reason is not None:
             tell = self.log.info
-        tell(
-            decision.outcome.value,
-            DealId=event.deal_id,
-            TenantId=event.tenant_id,
-            ChatId=event.chat_id,
-            FromStatus=decision.from_status,
-            ToStatus=event.status,
-            MessageId=event.message_id,
-            FailureReason=event.failure_reason,
-            **{"payload.Version": event.contract_version},
-        )
+        tell(decision.outcome.value, **_fields(event, decision.from_status))
+
+
+def _fields(event: Event, from_status: str | None = None) -> dict[str, object]:
+    """What every line about an event says (source 003, observability)."""
+    return {
+        "DealId": event.deal_id,
+        "TenantId": event.tenant_id,
+        "ChatId": event.chat_id,
+        "FromStatus": from_status,
+        "ToStatus": event.sent_status,
+        "MessageId": event.message_id,
+        "FailureReason": event.failure_reason,
+        "payload.Version": event.contract_version,
+    }
 
 
 def _counts(decided: Plan) -> Counter[str]:
@@ -284,5 +305,5 @@ def _traceparent(record: RawRecord) -> str | None:
     return next((value.decode("latin-1") for name, value in record.headers if name == "traceparent" and value), None)
 
 
-def _place(position: Position) -> dict[str, int]:
+def _place(position: Position) -> dict[str, object]:
     return {"partition": position.partition, "offset": position.offset}

@@ -13,14 +13,14 @@ transaction open, and runs the batch again with them condemned.
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
 import psycopg
 from psycopg.types.json import Jsonb
 
-from crmctl.adapters.postgres import Transaction, describe, is_data_error
+from crmctl.adapters.postgres import Transaction, array_literal, describe, is_data_error
 from crmctl.adapters.record_source import RawRecord
 from crmctl.domain.chat_status import Deal, Decision, Deferred, ErrorCode, Event, Outcome, Plan, Position, plan
 from crmctl.domain.chat_status_decoding import decode
@@ -80,9 +80,10 @@ def project(
     tx.execute(STATEMENTS["prepare"])
     _lock_partitions(tx, scope)
     due = _due_deals(tx, scope, now, retry_limit)
-    deal_ids = sorted({event.deal_id for event in batch.events}.union(due))
-    if not deal_ids:
+    wanted = {event.deal_id for event in batch.events}.union(due)
+    if not wanted:
         return Plan()
+    deal_ids = array_literal(sorted(wanted))
     deals = _lock_deals(tx, deal_ids)
     waiting = _waiting(tx, deal_ids)
     seen = _marks(tx, batch.events)
@@ -126,29 +127,31 @@ def _due_deals(tx: Transaction, scope: Scope, now: datetime, limit: int) -> list
     return [row["deal_id"] for row in rows]
 
 
-def _lock_deals(tx: Transaction, deal_ids: list[str]) -> dict[str, Deal]:
+def _lock_deals(tx: Transaction, deal_ids: str) -> dict[str, Deal]:
     locked = tx.all(STATEMENTS["lock_deals"], {"deal_ids": deal_ids})
-    deals = {row["id"]: Deal(row["tenant_id"], row["chat_status"], row["deleted"]) for row in locked}
-    for row in tx.all(STATEMENTS["positions"], {"deal_ids": list(deals)}):
-        position = Position(row["topic_id"], row["partition"], row["offset"])
-        deals[row["deal_id"]] = replace(deals[row["deal_id"]], position=position, changed_at=row["changed_at"])
-    return deals
+    read = tx.all(STATEMENTS["positions"], {"deal_ids": deal_ids})
+    positions = {
+        row["deal_id"]: (Position(row["topic_id"], row["partition"], row["offset"]), row["changed_at"]) for row in read
+    }
+    return {
+        row["id"]: Deal(row["tenant_id"], row["chat_status"], row["deleted"], *positions.get(row["id"], (None, None)))
+        for row in locked
+    }
 
 
 def _marks(tx: Transaction, events: Sequence[Event]) -> set[str]:
-    message_ids = [event.message_id for event in events]
     rows = tx.all(
         STATEMENTS["marks"],
         {
             "prefix_length": len(MARK_PREFIX),
-            "keys": [MARK_PREFIX + message_id for message_id in message_ids],
-            "message_ids": message_ids,
+            "keys": array_literal([MARK_PREFIX + event.message_id for event in events]),
+            "message_ids": array_literal([event.message_id for event in events]),
         },
     )
     return {row["message_id"] for row in rows}
 
 
-def _waiting(tx: Transaction, deal_ids: list[str]) -> _Waiting:
+def _waiting(tx: Transaction, deal_ids: str) -> _Waiting:
     waiting = _Waiting({}, {})
     for row in tx.all(STATEMENTS["deferred"], {"deal_ids": deal_ids}):
         position = Position(row["topic_id"], row["partition"], row["offset"])
@@ -170,7 +173,8 @@ def _write(tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws
         if d.outcome not in (Outcome.DEFERRED, Outcome.DUPLICATE) and d.event.position in waiting.deferred
     ]
     if marks or done or decided.deals:
-        tx.execute(STATEMENTS["write"], {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)})
+        arrays = {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)}
+        tx.execute(STATEMENTS["write"], {name: array_literal(values) for name, values in arrays.items()})
     deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED]
     if deferred:
         tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(deferred, raws)})
@@ -245,7 +249,7 @@ def _find_failing(
                 groups += [deal_ids[:middle], deal_ids[middle:]]
                 continue
             failing += [
-                replace(d, outcome=Outcome.DEAD_LETTERED, code=ErrorCode.APPLY_FAILED, reason=describe(error))
+                d._replace(outcome=Outcome.DEAD_LETTERED, code=ErrorCode.APPLY_FAILED, reason=describe(error))
                 for d in part.decisions
                 if d.outcome in _MARKED or d.outcome is Outcome.DEFERRED
             ]

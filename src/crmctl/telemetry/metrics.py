@@ -48,6 +48,13 @@ class ChatStatusMetrics:
         return Counter(f"crm_chat_status_{name}_total", documentation, registry=self.registry)
 
 
+class _Server(ThreadingHTTPServer):
+    """Says nothing of clients that hang up: its own way is a traceback on stderr."""
+
+    def handle_error(self, _request: object, _client_address: object) -> None:
+        """Stay silent."""
+
+
 def serve(registry: CollectorRegistry, host: str, port: int, ready: Callable[[], bool]) -> ThreadingHTTPServer:
     """Serve /metrics, /healthz (the process lives) and /readyz (`ready`) from a thread of its own.
 
@@ -59,11 +66,12 @@ def serve(registry: CollectorRegistry, host: str, port: int, ready: Callable[[],
 
         def do_GET(self) -> None:
             """Answer a GET."""
-            if self.path == "/metrics":
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
-            elif self.path == "/healthz":
+            elif path == "/healthz":
                 self._answer(200, b"ok\n", "text/plain")
-            elif self.path == "/readyz":
+            elif path == "/readyz":
                 self._answer(*((200, b"ok\n") if ready() else (503, b"not ready\n")), "text/plain")
             else:
                 self._answer(404, b"not found\n", "text/plain")
@@ -78,6 +86,6 @@ def serve(registry: CollectorRegistry, host: str, port: int, ready: Callable[[],
             self.end_headers()
             self.wfile.write(body)
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    server = _Server((host, port), Handler)
     Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

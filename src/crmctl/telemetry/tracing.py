@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any, Final
 
 from crmctl.domain.errors import ConfigurationError
 
-_SHUTDOWN_MS: Final = 2_000
+_SHUTDOWN_SECONDS: Final = 2.0
 
 
 class Tracing:
@@ -41,15 +42,20 @@ class Tracing:
             spans += [process, receive]
         links = [trace.Link(span.get_span_context()) for span in spans[::2]]
         parent = trace.set_span_in_context(spans[0]) if spans else None
-        with self._tracer.start_as_current_span("chat-status database", context=parent, links=links):
+        database = self._tracer.start_span("chat-status database", context=parent, links=links)
+        with trace.use_span(database, record_exception=False, set_status_on_exception=False):
             yield
-        for span in spans:
+        # Not where the batch was rolled back: it comes again, and a span that has no end is never sent.
+        for span in (database, *spans):
             span.end()
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer costs about two seconds."""
+        """Send what is left; a collector that does not answer costs two seconds."""
         if self._provider is not None:
-            self._provider.force_flush(_SHUTDOWN_MS)
+            # The flush has no limit of its own: each of its requests may take a second.
+            flush = Thread(target=self._provider.force_flush, name="traces", daemon=True)
+            flush.start()
+            flush.join(_SHUTDOWN_SECONDS)
 
 
 def _provider() -> Any:
