@@ -224,6 +224,8 @@ class RecordSource:
             self._ends.discard(partition.partition)
             self._moved.add(partition.partition)
         self._carried = [record for record in self._carried if record.position.partition in self.assigned]
+        if self._paused:  # the client remembers it: what comes back to us one day would never be read
+            consumer.resume(partitions)
         consumer.incremental_unassign(partitions)
 
 
