@@ -21,6 +21,8 @@ Headers = tuple[tuple[str, bytes | None], ...]
 
 _HEARTBEAT_SECONDS: Final = 0.5
 _CALL_SECONDS: Final = 10.0
+# Within a rebalance, where no signal is heard.
+_CALLBACK_SECONDS: Final = 2.0
 # librdkafka's mock cluster (laptops without Java) knows no topic ids, and answers no question about them.
 _MOCK: Final = "mockCluster"
 # Losing a partition between a batch and its commit is ordinary: its new owner reads the batch again.
@@ -72,6 +74,8 @@ class RecordSource:
     _moved: set[int] = field(default_factory=set)
     _ends: set[int] = field(default_factory=set)
     _paused: bool = False
+    # A rebalance could not look the topic up: what was read since may bear the id of a topic that is no more.
+    _unsure: bool = False
 
     def subscribe(self, stopping: Callable[[], bool]) -> None:
         """Join the group. Raises UnavailableError, also when it should stop, or ConfigurationError."""
@@ -81,14 +85,14 @@ class RecordSource:
             [self.topic.name], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_revoke
         )
 
-    def refresh(self) -> None:
+    def refresh(self, seconds: float = _CALL_SECONDS) -> None:
         """Look the topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
         try:
-            cluster = self.admin.list_topics(self.topic.name, timeout=_CALL_SECONDS)
+            cluster = self.admin.list_topics(self.topic.name, timeout=seconds)
             if (cluster.cluster_id or "").startswith(_MOCK):
                 self.topic.id, self.topic.partition_count = "mock", len(cluster.topics[self.topic.name].partitions)
                 return
-            futures = self.admin.describe_topics(TopicCollection([self.topic.name]), request_timeout=_CALL_SECONDS)
+            futures = self.admin.describe_topics(TopicCollection([self.topic.name]), request_timeout=seconds)
             description = futures[self.topic.name].result()
         except KafkaException as error:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
@@ -112,22 +116,50 @@ class RecordSource:
             raise kafka.unavailable(error.args[0]) from None
 
     def poll(self, limit: int, seconds: float) -> list[RawRecord]:
-        """Take up to `limit` records, waiting at most so long. Raises UnavailableError or ConfigurationError."""
+        """Take up to `limit` records, waiting at most so long. Raises UnavailableError or ConfigurationError.
+
+        No record is lost to an error: the next call returns what was read before it.
+        """
+        if self._unsure:
+            self._settle()
+        if not self._carried:
+            self._carried = self._consume(limit, seconds)
+        if self._unsure:  # since this call: a rebalance happened in it
+            return []
         carried, self._carried = self._carried, []
-        return carried or self._consume(limit, seconds)
+        return carried
 
     def _consume(self, limit: int, seconds: float) -> list[RawRecord]:
-        records = []
+        records: list[RawRecord] = []
+        failure: UnavailableError | None = None
         for message in self.consumer.consume(limit, seconds):
             if (error := message.error()) is None:
                 records.append(self._record(message))
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._reach(message)
-            elif error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART or error.fatal():
-                raise UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
+            elif error.fatal():
+                raise ConfigurationError(
+                    f"the group {kafka.describe(error)}",
+                    hint="two consumers with one CRMCTL_CHAT_STATUS__GROUP_INSTANCE_ID?",
+                )
+            elif error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                failure = UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
             else:
                 self.log.warning("kafka consumer", reason=kafka.describe(error))
-        return [record for record in records if record.position.partition in self.assigned]
+        records = [record for record in records if record.position.partition in self.assigned]
+        if failure is not None:
+            self._carried += records
+            raise failure
+        return records
+
+    def _settle(self) -> None:
+        self.refresh()
+        self._unsure = False
+        self._carried = [
+            record._replace(position=record.position._replace(topic_id=self.topic.id)) for record in self._carried
+        ]
+        if not self._paused:
+            self._resume()
 
     def commit(self) -> None:
         """Commit the progress of the partitions that are still ours. Raises UnavailableError."""
@@ -159,10 +191,15 @@ class RecordSource:
             while (left := end - time.monotonic()) > 0 and not stopping():
                 # Rebalances and heartbeats happen in here. A partition that has just become ours may slip a record
                 # in before it is paused: it is kept for the next poll.
-                self._carried += self._consume(1, min(left, _HEARTBEAT_SECONDS))
+                try:
+                    self._carried += self._consume(1, min(left, _HEARTBEAT_SECONDS))
+                except UnavailableError as error:
+                    self.log.warning("kafka consumer", reason=error.message)
+                    time.sleep(min(left, _HEARTBEAT_SECONDS))
         finally:
             self._paused = False
-            self.consumer.resume([TopicPartition(self.topic.name, number) for number in self.assigned])
+            if not self._unsure:
+                self._resume()
 
     def take_moved(self) -> set[int]:
         """The partitions that left us since the last call: what was read from them is their new owner's."""
@@ -208,14 +245,21 @@ class RecordSource:
     def _pause(self) -> None:
         self.consumer.pause([TopicPartition(self.topic.name, number) for number in self.assigned])
 
+    def _resume(self) -> None:
+        self.consumer.resume([TopicPartition(self.topic.name, number) for number in self.assigned])
+
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self.joined = True
-        self.refresh()
+        try:
+            self.refresh(_CALLBACK_SECONDS)
+        except (UnavailableError, ConfigurationError) as error:
+            self._unsure = True
+            self.log.warning("kafka consumer", reason=error.message)
         for partition in partitions:
             self.assigned[partition.partition] = None
             self._committed.pop(partition.partition, None)
         consumer.incremental_assign(partitions)
-        if self._paused:
+        if self._paused or self._unsure:
             self._pause()
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -224,7 +268,7 @@ class RecordSource:
             self._ends.discard(partition.partition)
             self._moved.add(partition.partition)
         self._carried = [record for record in self._carried if record.position.partition in self.assigned]
-        if self._paused:  # the client remembers it: what comes back to us one day would never be read
+        if self._paused or self._unsure:  # the client remembers it: what comes back to us one day would never be read
             consumer.resume(partitions)
         consumer.incremental_unassign(partitions)
 

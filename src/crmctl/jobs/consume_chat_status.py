@@ -117,7 +117,10 @@ class Consumption:
         ends = self._patiently(self.source.end_offsets) if self.options.until_caught_up else None
         started = last_look = time.monotonic()
         while not self.run.stopping() and not self.run.budget.spent:
-            records = self.source.poll(self.options.batch_size, _POLL_SECONDS)
+            records = self._patiently(
+                lambda: self.source.poll(self.options.batch_size, _POLL_SECONDS),
+                wait=lambda seconds: self.source.hold(seconds, self.run.stopping),
+            )
             self.source.take_moved()
             self.ready = self.source.joined
             if records or (self.source.assigned and time.monotonic() - last_look >= _RETRY_SECONDS):
@@ -130,8 +133,8 @@ class Consumption:
                 self.totals.caught_up = True
                 break
 
-    def _patiently(self, step: Callable[[], T]) -> T:
-        pause = 1.0
+    def _patiently(self, step: Callable[[], T], wait: Callable[[float], None] | None = None) -> T:
+        pause, wait = 1.0, wait or self.run.wait
         while True:
             try:
                 return step()
@@ -139,7 +142,7 @@ class Consumption:
                 if self.options.until_caught_up or self.run.stopping() or self.run.budget.spent:
                     raise
                 self.log.warning("waiting to try again", reason=error.message, seconds=pause)
-                self.run.wait(pause)
+                wait(pause)
                 pause = min(_LONGEST_PAUSE, pause * 2)
 
     def _handle(self, records: Sequence[RawRecord]) -> int:
