@@ -23,8 +23,6 @@ _HEARTBEAT_SECONDS: Final = 0.5
 _CALL_SECONDS: Final = 10.0
 # Within a rebalance, where no signal is heard.
 _CALLBACK_SECONDS: Final = 2.0
-# librdkafka's mock cluster (laptops without Java) knows no topic ids, and answers no question about them.
-_MOCK: Final = "mockCluster"
 # Losing a partition between a batch and its commit is ordinary: its new owner reads the batch again.
 _MOVED_ON: Final = frozenset(
     {
@@ -89,7 +87,7 @@ class RecordSource:
         """Look the topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
         try:
             cluster = self.admin.list_topics(self.topic.name, timeout=seconds)
-            if (cluster.cluster_id or "").startswith(_MOCK):
+            if kafka.is_mock(cluster.cluster_id):
                 self.topic.id, self.topic.partition_count = "mock", len(cluster.topics[self.topic.name].partitions)
                 return
             futures = self.admin.describe_topics(TopicCollection([self.topic.name]), request_timeout=seconds)

@@ -21,7 +21,7 @@ _JSON: Final = ("jsonb",)
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table: the types that each column may have, and which columns crmctl's INSERTs fill in (empty: it has none)."""
+    """One table: the types that each column may have, and the columns that crmctl's INSERTs fill in, if it has any."""
 
     name: str
     columns: Mapping[str, Sequence[str]]

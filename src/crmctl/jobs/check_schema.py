@@ -1,7 +1,7 @@
 """`crmctl db check`: compares the database with what this version needs, changes nothing.
 
-Revisions say whether our own tables fit; the CRM's core is held against its contract by the catalogue, whoever made it. A
-schema that is behind never gets here: opening the transaction already refused it (SchemaError, exit 78).
+Revisions say whether our own tables fit; the CRM's core is held against its contract by the catalogue, whoever made it.
+A schema that is behind never gets here: opening the transaction already refused it (SchemaError, exit 78).
 """
 
 from typing import Any, Final
