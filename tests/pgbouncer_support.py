@@ -70,7 +70,7 @@ def pooled(binary: Binary, database_url: str, *, connections: int = 2) -> Iterat
             f"pool_mode = transaction\ndefault_pool_size = {connections}\n"
         )
         config.chmod(0o644)
-        nobody = {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid, "extra_groups": []}
+        is_root = os.geteuid() == 0
         environment = {} if binary.libraries is None else {"LD_LIBRARY_PATH": str(binary.libraries)}
         with subprocess.Popen(
             [str(binary.path), "-q", str(config)],
@@ -78,7 +78,9 @@ def pooled(binary: Binary, database_url: str, *, connections: int = 2) -> Iterat
             cwd="/",
             stderr=subprocess.PIPE,
             encoding="utf-8",
-            **(nobody if os.geteuid() == 0 else {}),  # type: ignore[arg-type]
+            user="nobody" if is_root else None,
+            group=pwd.getpwnam("nobody").pw_gid if is_root else None,
+            extra_groups=[] if is_root else None,
         ) as process:
             try:
                 _wait_until_it_listens(port, process)

@@ -1,5 +1,6 @@
-"""Jobs through PgBouncer in transaction mode: nothing is prepared on the server, and every guard is its transaction's."""
+"""Jobs through PgBouncer in transaction mode: nothing is prepared on the server, each guard is its transaction's."""
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,13 @@ from tests.support import CallResult, Database, run_crmctl
 
 
 @pytest.fixture(scope="module")
-def binary(tmp_path_factory: pytest.TempPathFactory) -> Binary:
-    folder = tmp_path_factory.mktemp("pgbouncer")
-    for path in (folder, *folder.parents):
-        if path.is_relative_to(tmp_path_factory.getbasetemp().parent):
-            path.chmod(0o755)  # as root, it runs as nobody
-    try:
-        return find(folder)
-    except NotHereError as error:
-        pytest.skip(str(error))
+def binary() -> Iterator[Binary]:
+    with tempfile.TemporaryDirectory(prefix="crmctl-pgbouncer-") as folder:
+        Path(folder).chmod(0o755)  # as root, it runs as nobody
+        try:
+            yield find(Path(folder))
+        except NotHereError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture
