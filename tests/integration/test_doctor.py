@@ -239,6 +239,46 @@ def test_a_role_of_another_kind_is_told_what_it_lacks_for_a_job(world: World) ->
     assert world.run("doctor", "--job", "no-such-job").exit_code == 2
 
 
+def test_roles_that_lack_a_grant_and_roles_that_have_too_many(world: World) -> None:
+    roles = Roles.make(world.database)
+    env = {"CRMCTL_DATABASE__ROLE_PREFIX": roles.prefix}
+    checks = {c["name"]: c["result"] for c in world.run("doctor", "-o", "json", env=env).json["checks"]}
+    assert (checks["roles"], checks["grants"]) == ("ok", "ok")
+    world.connection.execute(f"grant delete on crm.deal_timeline_events to {roles.name(Kind.CHAT)}".encode())
+    fault = world.fault("roles", 0, env=env)
+    assert "DELETE on crm.deal_timeline_events" in fault["detail"]
+    world.connection.execute(f"revoke insert on crm.outbox_messages from {roles.name(Kind.BOOKINGS)}".encode())
+    fault = world.fault("roles", 78, env=env)
+    assert f"{roles.name(Kind.BOOKINGS)} lacks INSERT on crm.outbox_messages" in fault["detail"]
+    # The user of that role is told of its own lack, without naming a job.
+    assert (
+        "INSERT on crm.outbox_messages" in world.fault("grants", 78, url=roles.login(Kind.BOOKINGS), env=env)["detail"]
+    )
+    mended = world.run("db", "roles", env=env)
+    assert mended.exit_code == 0, mended.stderr
+    assert world.run("doctor", env=env).exit_code == 0
+
+
+def test_the_user_of_a_job_may_ask_as_well(world: World) -> None:
+    roles = Roles.make(world.database)
+    result = world.run("doctor", "--job", "relay-outbox", "-o", "json", url=roles.login(Kind.RELAY))
+    assert result.exit_code == 0, result.json
+    checks = {check["name"]: check for check in result.json["checks"]}
+    assert (checks["grants"]["result"], checks["outbox"]["result"]) == ("ok", "ok")
+    assert checks["bookings"]["result"] == "skipped"
+    assert "crmctl_readonly" in checks["bookings"]["detail"]
+
+
+def test_a_user_without_any_grant_is_told_so(world: World) -> None:
+    world.connection.execute("create role nobody_at_all login password 'x'")
+    url = with_parts(world.database.url, user="nobody_at_all", password="x")
+    try:
+        fault = world.fault("grants", 78, url=url)
+    finally:
+        world.connection.execute("drop role nobody_at_all")
+    assert "USAGE on schema crm" in fault["detail"]
+
+
 # --- queues -----------------------------------------------------------------------------------------------------------
 
 

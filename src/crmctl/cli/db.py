@@ -73,7 +73,10 @@ def check(form: Output = output.Format.TABLE) -> None:
 
 @app.command()
 def roles(
-    prefix: Annotated[str, typer.Option(metavar="PREFIX", help="What the roles' names begin with.")] = "crmctl_",
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="PREFIX", help="What their names begin with. Default: CRMCTL_DATABASE__ROLE_PREFIX."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")] = False,
     form: Output = output.Format.TABLE,
 ) -> None:
@@ -94,7 +97,7 @@ def roles(
 
         database = command.database("crmctl db roles")
         tx = database.begin()
-        statements = job.plan(tx, prefix)
+        statements = job.plan(tx, prefix or command.settings.database.role_prefix)
         if dry_run:
             database.rollback()
         else:

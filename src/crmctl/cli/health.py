@@ -102,7 +102,9 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         return [health.failed("settings", error), *(health.skipped(name, why) for name in names)], {}
     limits = settings.database.model_copy(update={"connect_timeout": timedelta(seconds=_CONNECT_SECONDS)})
     database = examine_database.Look(
-        connect=lambda: postgres.connect(command.dsn(), limits, application_name="crmctl doctor"), job=job
+        connect=lambda: postgres.connect(command.dsn(), limits, application_name="crmctl doctor"),
+        prefix=limits.role_prefix,
+        job=job,
     )
     brokers = settings.kafka
     cluster = examine_kafka.Look(

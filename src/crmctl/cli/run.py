@@ -33,7 +33,6 @@ from crmctl.domain import jobs
 from crmctl.domain.errors import (
     ConfigurationError,
     CrmctlError,
-    GrantMissingError,
     InterruptedRunError,
     TryAgainError,
     UnavailableError,
@@ -236,10 +235,7 @@ class Command:
             missing = []
         if not missing:
             return postgres.translate(error)
-        return GrantMissingError(
-            f"the database role {role} lacks {'; '.join(missing)} ({postgres.describe(error)})",
-            hint=f"as the schema's owner: crmctl db roles; then: grant {roles.DEFAULT_PREFIX}{self.kind} to {role}",
-        )
+        return roles.missing_error(role, f"{limits.role_prefix}{self.kind}", missing, postgres.describe(error))
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Explain a failure on stderr, as the JSON document on stdout where that was asked for, and exit."""

@@ -40,6 +40,7 @@ CHECKS: Final = (
     "outbox",
     "deferred",
 )
+_QUEUES: Final = frozenset({"jobs", "bookings", "outbox", "deferred"})
 # A host whose clock is off by this much should look at its time service; an hour stops the jobs.
 _CLOCK_WARNING: Final = timedelta(seconds=10)
 # The relay runs every minute: what is older than two has been passed over.
@@ -53,11 +54,11 @@ _MISFITS: Final = frozenset({"42P01", "42703", "3F000"})
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to look: a connection on demand, the role that is asked about (None: any), the roles' prefix."""
+    """How to look: a connection on demand, the roles' prefix, the job that is asked about (None: any)."""
 
     connect: Callable[[], psycopg.Connection[DictRow]]
+    prefix: str
     job: str | None = None
-    prefix: str = roles.DEFAULT_PREFIX
 
 
 def examine_database(part: Part, look: Look) -> None:
@@ -88,8 +89,6 @@ def _examine(part: Part, connection: psycopg.Connection[DictRow], look: Look) ->
             part.add(found)
         except CrmctlError as error:
             part.fail(name, error)
-        except psycopg.errors.InsufficientPrivilege as error:
-            part.add(failed(name, _lacks(tx, Kind.READONLY, _listed(roles.lacking(tx, Kind.READONLY) or [str(error)]))))
         except psycopg.Error as error:
             if connection.closed:
                 raise
@@ -97,8 +96,10 @@ def _examine(part: Part, connection: psycopg.Connection[DictRow], look: Look) ->
 
 
 def _fail(part: Part, name: str, error: psycopg.Error) -> None:
-    """Note a check's failure; what follows from a schema that does not fit is no failure of its own."""
-    if (error.sqlstate or "") in _MISFITS and (part.broken("schema") or part.broken("contract")):
+    """Note a check's failure; what follows from another check's, or is not this role's to read, is none of its own."""
+    if error.sqlstate == "42501" and name in _QUEUES:
+        part.add(skipped(name, f"this role may not read it ({describe(error)}); ask as one that has crmctl_readonly"))
+    elif (error.sqlstate or "") in _MISFITS and (part.broken("schema") or part.broken("contract")):
         part.add(skipped(name, f"the schema does not fit ({describe(error)})"))
     else:
         part.fail(name, error)
@@ -170,10 +171,10 @@ def _grants(_part: Part, tx: Transaction, look: Look) -> Check:
         kinds = [names[row["role"]] for row in tx.all(STATEMENTS["memberships"], {"roles": list(names)})]
     lacking = {kind: roles.lacking(tx, kind) for kind in (kinds or Kind)}
     if kinds and (bad := [kind for kind, missing in lacking.items() if missing]):
-        raise _lacks(tx, bad[0], _listed(lacking[bad[0]]))
+        raise _lacks(tx, look, bad[0], lacking[bad[0]])
     able = [kind for kind, missing in lacking.items() if not missing]
     if not able:
-        raise _lacks(tx, Kind.READONLY, _listed(lacking[Kind.READONLY]))
+        raise _lacks(tx, look, Kind.READONLY, lacking[Kind.READONLY])
     commands = [job.name for job in JOBS if job.kind in able]
     return ok("grants", f"this role may run: {', '.join(commands) or 'what reads only'}")
 
@@ -258,12 +259,8 @@ def _waiting(part: Part, job: str, detail: str, fix: str) -> TryAgainError:
     return TryAgainError(detail, hint=f"{job} is paused: crmctl jobs resume {job}" if paused else fix)
 
 
-def _lacks(tx: Transaction, kind: Kind, missing: str) -> GrantMissingError:
-    role = tx.connection.info.user
-    return GrantMissingError(
-        f"the database role {role} lacks {missing}",
-        hint=f"as the schema's owner: crmctl db roles; then: grant {roles.DEFAULT_PREFIX}{kind} to {role}",
-    )
+def _lacks(tx: Transaction, look: Look, kind: Kind, missing: list[str]) -> GrantMissingError:
+    return roles.missing_error(tx.connection.info.user, f"{look.prefix}{kind}", [_listed(missing)])
 
 
 def _listed(items: list[str]) -> str:

@@ -12,11 +12,11 @@ from typing import Final
 from psycopg import sql
 
 from crmctl.adapters.postgres import Transaction
+from crmctl.domain.errors import GrantMissingError
 from crmctl.domain.grants import GRANTS, SCHEMA, Atom, Grant, Kind, atoms, grouped, tables
 from crmctl.sql import load
 
 STATEMENTS: Final = load("roles")
-DEFAULT_PREFIX: Final = "crmctl_"
 # The same in every crmctl: "roles" in ASCII.
 _LOCK: Final = 0x726F6C6573
 _USAGE: Final = Atom("", "USAGE")
@@ -37,7 +37,7 @@ class Difference:
         return [_words(grant) for grant in grouped(which)]
 
 
-def compare(tx: Transaction, prefix: str = DEFAULT_PREFIX) -> list[Difference]:
+def compare(tx: Transaction, prefix: str) -> list[Difference]:
     """Say how each role differs from the table of grants."""
     roles = {f"{prefix}{kind}": kind for kind in Kind}
     scope: Mapping[str, object] = {"roles": list(roles), "tables": list(tables()), "schema": SCHEMA}
@@ -54,7 +54,7 @@ def compare(tx: Transaction, prefix: str = DEFAULT_PREFIX) -> list[Difference]:
     return differences
 
 
-def plan(tx: Transaction, prefix: str = DEFAULT_PREFIX) -> list[str]:
+def plan(tx: Transaction, prefix: str) -> list[str]:
     """Return the statements that would make the roles what they should be; none when they are."""
     tx.execute(STATEMENTS["take_lock"], {"lock": _LOCK})
     statements: list[sql.Composed] = []
@@ -92,6 +92,14 @@ def lacking(tx: Transaction, kind: Kind) -> list[str]:
     )
     missing = [Atom(row["table_name"], row["privilege"], row["column_name"]) for row in found]
     return [*([_words(Grant("", "USAGE"))] if row["usage"] is False else []), *map(_words, grouped(missing))]
+
+
+def missing_error(role: str, group: str, missing: Iterable[str], said: str | None = None) -> GrantMissingError:
+    """Say which grants a role lacks, in which group role it would have them, and what PostgreSQL said, if it did."""
+    return GrantMissingError(
+        f"the database role {role} lacks {'; '.join(missing)}" + (f" ({said})" if said else ""),
+        hint=f"as the schema's owner: crmctl db roles; then: grant {group} to {role}",
+    )
 
 
 def _words(grant: Grant) -> str:
