@@ -197,6 +197,10 @@ def test_a_kill_loses_a_batch_at_most_and_the_next_run_goes_on(
         wait_until(lambda: count(connection) < 2990, "some batches")
         process.send_signal(kill)
         process.communicate(timeout=30)
+    sessions = (
+        "select count(*) from pg_stat_activity where application_name = 'crmctl prune' and datname = current_database()"
+    )
+    wait_until(lambda: scalar(connection, sessions) == 0, "the end of its session")
     left = count(connection)
     assert 0 < left < 3000
     assert left % 10 == 0

@@ -97,8 +97,9 @@ class TestTheRoles:
         assert acl(database, roles) == before
 
     def test_cannot_be_made_without_the_right_to(self, database: Database, roles: Roles) -> None:
-        result = run_crmctl("db", "roles", "--prefix", "other_", database=roles.login(Kind.MAINTENANCE))
+        result = run_crmctl("db", "roles", "--prefix", "other_", "-o", "json", database=roles.login(Kind.MAINTENANCE))
         assert result.exit_code == 78
+        assert "permission denied to create role" in result.json["error"]["message"]
 
 
 class TestNobody:

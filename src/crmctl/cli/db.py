@@ -95,6 +95,7 @@ def roles(
     with Command(form) as command:
         from crmctl.jobs import roles as job
 
+        command.kind = None
         database = command.database("crmctl db roles")
         tx = database.begin()
         statements = job.plan(tx, prefix or command.settings.database.role_prefix)

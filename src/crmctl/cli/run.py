@@ -108,8 +108,8 @@ class Command:
         self.committed: Mapping[str, object] | None = None
         # What this command is about: in its error document, whatever fails.
         self.subject: dict[str, str | int | None] = {}
-        # Whose grants it needs: those that are missing are named.
-        self.kind = Kind.READONLY
+        # Whose grants it needs, so that those that are missing can be named; None: more than any of our roles has.
+        self.kind: Kind | None = Kind.READONLY
         self._explained: tuple[BaseException, BaseException] | None = None
 
     def __enter__(self) -> "Command":
@@ -216,26 +216,26 @@ class Command:
             return InterruptedRunError(f"{name} arrived: the open transaction was rolled back", signum=signum)
         if self._explained is not None and self._explained[0] is error:
             return self._explained[1]
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            self._explained = error, self._name_missing_grants(error)
+        if isinstance(error, psycopg.errors.InsufficientPrivilege) and self.kind is not None:
+            self._explained = error, self._name_missing_grants(error, self.kind)
             return self._explained[1]
         if isinstance(error, psycopg.Error):
             return postgres.translate(error)
         return error
 
-    def _name_missing_grants(self, error: psycopg.Error) -> BaseException:
+    def _name_missing_grants(self, error: psycopg.Error, kind: Kind) -> BaseException:
         """Say which grants of this command's kind of work the role lacks; PostgreSQL names the table only."""
         limits = self.settings.database.model_copy(update=_GRANTS_GUARDS)
         try:
             with postgres.connect(self.dsn(), limits, application_name="crmctl grants") as connection:
                 tx = postgres.Transaction(connection, datetime.now(UTC))
-                missing = roles.lacking(tx, self.kind)
+                missing = roles.lacking(tx, kind)
                 role = connection.info.user
         except (psycopg.Error, CrmctlError):
             missing = []
         if not missing:
             return postgres.translate(error)
-        return roles.missing_error(role, f"{limits.role_prefix}{self.kind}", missing, postgres.describe(error))
+        return roles.missing_error(role, f"{limits.role_prefix}{kind}", missing, postgres.describe(error))
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Explain a failure on stderr, as the JSON document on stdout where that was asked for, and exit."""
