@@ -118,7 +118,7 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         "kafka": partial(examine_kafka.examine_kafka, look=cluster),
     }
     checks = examine.examine({name: (part, looks[name]) for name, part in parts.items()})
-    figures = {name: found for part in parts.values() for name, found in part.figures.items()}
+    figures = {name: found for part in parts.values() for name, found in dict(part.figures).items()}
     return [health.ok("settings", "read"), *checks], figures
 
 

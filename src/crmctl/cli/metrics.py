@@ -39,7 +39,8 @@ def serve(
 
         from crmctl.adapters import kafka
         from crmctl.domain.errors import ConfigurationError
-        from crmctl.telemetry import exporter, metrics
+        from crmctl.jobs import serve_metrics as job
+        from crmctl.telemetry import metrics
 
         chat = command.settings.chat_status
         database = command.database(
@@ -49,9 +50,9 @@ def serve(
             lock_timeout=timedelta(seconds=1),
         )
         client = kafka.admin(command.settings.kafka, command.log)
-        cluster = exporter.Cluster(client, chat.group, chat.topic)
-        source = exporter.Exporter(
-            {"database": lambda: exporter.read_database(database), "kafka": lambda: exporter.read_kafka(cluster)},
+        cluster = job.Cluster(client, chat.group, chat.topic)
+        source = job.Exporter(
+            {"database": lambda: job.read_database(database), "kafka": lambda: job.read_kafka(cluster)},
             command.log,
         )
         registry = CollectorRegistry()

@@ -10,7 +10,7 @@ from prometheus_client.exposition import generate_latest
 
 from crmctl.domain.errors import UnavailableError
 from crmctl.telemetry import logs
-from crmctl.telemetry.exporter import Exporter
+from crmctl.jobs.serve_metrics import Exporter
 
 LOG = logs.configure(level="error")
 

@@ -1,4 +1,4 @@
-"""The metrics of `crmctl metrics serve`: figures of the database and of Kafka, read when Prometheus asks.
+"""`crmctl metrics serve`: figures of the database and of Kafka, read when Prometheus asks.
 
 The one-shot jobs cannot be scraped, so their state is read from what they left. A new gauge is one more function in
 DATABASE or KAFKA. A source that fails or does not answer in time loses its series until it answers again, and
