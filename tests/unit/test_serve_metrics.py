@@ -9,8 +9,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
 from crmctl.domain.errors import UnavailableError
-from crmctl.telemetry import logs
 from crmctl.jobs.serve_metrics import Exporter
+from crmctl.telemetry import logs
 
 LOG = logs.configure(level="error")
 
