@@ -5,7 +5,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.expire_support import expire, insert_due, insert_queue
+from tests.chat_status_support import Chat
+from tests.expire_support import expire, finish, insert_due, insert_queue, wait_until
+from tests.kafka_fixtures import Kafka, MakeTopic
 from tests.support import Database, run_crmctl
 
 Connection = psycopg.Connection[Any]
@@ -77,3 +79,44 @@ def test_a_run_without_a_record_is_10(database: Database) -> None:
     result = run_crmctl("runs", "show", MISSING, "-o", "json", database=database)
     assert result.exit_code == 10
     assert (result.json["error"]["code"], result.json["error"]["run_id"]) == ("CRMCTL_RUN_NOT_FOUND", MISSING)
+
+
+def age_records(connection: Connection, minutes: int) -> None:
+    connection.execute(
+        "update crm.job_runs set started_at = now() - make_interval(mins => %s), "
+        "finished_at = now() - make_interval(mins => %s)",
+        (minutes, minutes),
+    )
+
+
+def test_a_quiet_job_leaves_a_sign_of_life_every_five_minutes(database: Database, connection: Connection) -> None:
+    insert_due(connection)
+    assert expire(database).exit_code == 0
+    assert expire(database).exit_code == 0
+    assert len(listed(database)) == 1
+    age_records(connection, 6)
+    quiet = expire(database).json["run_id"]
+    assert expire(database).exit_code == 0
+    latest, _ = listed(database)
+    assert (latest["run_id"], latest["outcome"], latest["counts"]) == (quiet, "committed", {})
+    age_records(connection, 6)
+    assert expire(database, "--dry-run").exit_code == 0
+    assert len(listed(database)) == 2
+
+
+def test_a_quiet_consumer_leaves_one_too_and_its_next_batch_is_recorded_after_it(
+    database: Database, connection: Connection, kafka: Kafka, make_topic: MakeTopic
+) -> None:
+    chat = Chat.make(kafka, database, make_topic)
+    chat.send(chat.deal().event("Provisioning"))
+    chat.consumed()
+    age_records(connection, 6)
+    with chat.running() as consumer:
+        wait_until(lambda: len(listed(database, "--job", "consume-chat-status")) == 2, "the sign of life")
+        chat.send(chat.deal().event("Ready"))
+        wait_until(lambda: len(chat.marks()) == 2, "the next event")
+        consumer.terminate()
+        result = finish(consumer)
+    assert (result.exit_code, result.json["batches"]) == (0, 1)
+    (latest, _) = listed(database, "--job", "consume-chat-status")
+    assert (latest["batches"], latest["counts"]) == (2, {"applied_count": 1})

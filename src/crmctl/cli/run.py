@@ -391,6 +391,8 @@ class _Runner(Generic[O, P]):
                 after = self._job.batch(tx, self._run, self._options, before)
             if after.counts() != before.counts():
                 self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
+            else:
+                self._record.idle(tx, self._batches + 1)
         except BaseException:
             self._rollback()
             raise

@@ -19,7 +19,7 @@ def list_runs(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Rows at the most.")] = 20,
     form: Output = output.Format.TABLE,
 ) -> None:
-    """List runs that did something or failed, the latest first. A run with nothing to do leaves no record.
+    """List runs that did something or failed, the latest first. Of those with nothing to do, one in five minutes stays.
 
     \b
     Examples:

@@ -48,6 +48,8 @@ _POLL_SECONDS: Final = 0.2
 # How often deferred events are looked at while no records come.
 _RETRY_SECONDS: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
+# How often it looks whether to leave a record although nothing comes.
+_SIGN_SECONDS: Final = 60.0
 # How often a paused consumer looks whether it may go on.
 _PAUSED_SECONDS: Final = 1.0
 # A member without partitions waits so long for the group to give it some, before it is caught up.
@@ -107,6 +109,8 @@ class Consumption:
     totals: Totals = field(default_factory=Totals)
     ready: bool = False
     _paused: bool = False
+    _records: int = 0
+    _next_sign: float = 0.0
 
     def consume(self) -> Totals:
         """Consume until a signal, the time budget, or the end. Raises what cannot be waited for."""
@@ -260,8 +264,7 @@ class Consumption:
                 with self.tracing.batch([_traceparent(batch.raws[event.position]) for event in batch.events]):
                     decided = project(tx, scope, batch, tx.now, condemned, retry_limit=self.options.batch_size)
                 counts = _counts(decided)
-                if any(counts.values()):
-                    self._record().committed(tx, self.totals.batches + 1, counts)
+                recorded = self._leave_record(tx, counts)
                 self.database.commit()
             except DeadLettersFirst as first:
                 self.database.rollback()
@@ -272,11 +275,20 @@ class Consumption:
                 self._rollback()
                 raise
             else:
+                self._records += recorded
                 self._count(decided, counts, batch)
                 return len(decided.decisions)
 
-    def _record(self) -> RunRecord:
-        return RunRecord(self.run.id, JOB_NAME, "system")
+    def _leave_record(self, tx: Transaction, counts: Mapping[str, int]) -> bool:
+        """Record the batch, or now and then that there was nothing to do; whether there is a row now."""
+        record = RunRecord(self.run.id, JOB_NAME, "system")
+        if any(counts.values()):
+            record.committed(tx, self._records + 1, counts)
+            return True
+        if time.monotonic() < self._next_sign:
+            return False
+        self._next_sign = time.monotonic() + _SIGN_SECONDS
+        return record.idle(tx, self._records + 1)
 
     def _rollback(self) -> None:
         try:

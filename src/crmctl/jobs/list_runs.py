@@ -21,6 +21,6 @@ class Options:
 def query(tx: Transaction, options: Options) -> dict[str, Any]:
     """Return `{"runs": [{run_id, job, actor, outcome, batches, started_at, finished_at, counts, error…}]}`.
 
-    The latest first. A run that had nothing to do leaves no record; `counts` holds the figures that are not 0.
+    The latest first. Of a job with nothing to do, one run in five minutes leaves a record; `counts` holds the figures that are not 0.
     """
     return {"runs": tx.all(STATEMENTS["list"], asdict(options))}

@@ -67,7 +67,7 @@ def outbox(tx: Transaction) -> Iterator[Metric]:
 
 
 def jobs(tx: Transaction) -> Iterator[Metric]:
-    """What the jobs left: a run with nothing to do leaves nothing."""
+    """What the jobs left; a job that never did anything has left nothing."""
     success = _family("crm_job_last_success_timestamp_seconds", "When a job last committed a batch", "job")
     failure = _family("crm_job_last_failure_timestamp_seconds", "When a job last rolled back", "job")
     paused = _family("crm_job_paused", "Whether a job is paused", "job")

@@ -5,6 +5,24 @@ insert into crm.job_runs
 values
     (%(run_id)s, %(batch)s, %(job)s, %(actor)s, %(as_of)s, now(), clock_timestamp(), 'committed', %(counts)s, %(version)s, %(host)s)
 
+-- name: record_idle
+-- A sign of life: one row for a batch with nothing to do, unless the job's last success is younger than the interval,
+-- or there is none at all. Two probes of ix_job_runs_job_finished_at.
+insert into crm.job_runs
+    (run_id, batch, job, actor, as_of, started_at, finished_at, outcome, version, host)
+select %(run_id)s, %(batch)s, %(job)s, %(actor)s, %(as_of)s, now(), clock_timestamp(), 'committed', %(version)s, %(host)s
+where exists (
+        select
+        from crm.job_runs r
+        where r.job = %(job)s and r.outcome = 'committed'
+    )
+    and not exists (
+        select
+        from crm.job_runs r
+        where r.job = %(job)s and r.outcome = 'committed' and r.finished_at > now() - %(interval)s::interval
+    )
+returning run_id
+
 -- name: record_failure
 -- One row for a run that rolled back, in a transaction of its own.
 insert into crm.job_runs
