@@ -78,7 +78,7 @@ class DeferredFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """One job: its pause, and when it last committed a batch and last failed. A quiet job's is 5 minutes old at most."""
+    """One job: its pause, and when it last committed a batch and last failed."""
 
     job: str
     paused: bool

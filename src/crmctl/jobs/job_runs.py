@@ -35,7 +35,7 @@ class RunRecord:
         tx.execute(_STATEMENTS["record_batch"], {**self._identity(batch, tx.now), "counts": Jsonb(dict(counts))})
 
     def idle(self, tx: Transaction, batch: int) -> bool:
-        """Record a batch that had nothing to do, if the job's last success is older than SIGN_OF_LIFE; whether it was."""
+        """Record a batch with nothing to do if the job's last success is older than SIGN_OF_LIFE; whether it was."""
         params = {**self._identity(batch, tx.now), "interval": SIGN_OF_LIFE}
         return tx.first(_STATEMENTS["record_idle"], params) is not None
 

@@ -21,6 +21,7 @@ class Options:
 def query(tx: Transaction, options: Options) -> dict[str, Any]:
     """Return `{"runs": [{run_id, job, actor, outcome, batches, started_at, finished_at, counts, error…}]}`.
 
-    The latest first. Of a job with nothing to do, one run in five minutes leaves a record; `counts` holds the figures that are not 0.
+    The latest first; `counts` holds the figures that are not 0. Of a job with nothing to do, one run in five minutes
+    leaves a record.
     """
     return {"runs": tx.all(STATEMENTS["list"], asdict(options))}
