@@ -36,14 +36,14 @@ def pause(
     """
     from crmctl.cli.run import Command
 
+    if not reason.strip():
+        raise typer.BadParameter("--reason says why, in words")
     with Command(form) as command:
         from crmctl.domain.grants import Kind
         from crmctl.jobs import job_pauses
 
         command.kind = Kind.MAINTENANCE
         names = _names(job, everything)
-        if not reason.strip():
-            raise typer.BadParameter("--reason says why, in words")
         database = command.database("crmctl jobs pause")
         document = job_pauses.pause(database.begin(), names, reason=reason.strip(), by=by or _user())
         database.commit()
