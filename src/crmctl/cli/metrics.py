@@ -49,8 +49,9 @@ def serve(
             statement_timeout=timedelta(seconds=5),
             lock_timeout=timedelta(seconds=1),
         )
-        client = kafka.admin(command.settings.kafka, command.log)
-        cluster = job.Cluster(client, chat.group, chat.topic)
+        brokers = command.settings.kafka
+        reader = kafka.consumer(brokers, command.log, group=chat.group)
+        cluster = job.Cluster(kafka.admin(brokers, command.log), reader, chat.topic)
         source = job.Exporter(
             {"database": lambda: job.read_database(database), "kafka": lambda: job.read_kafka(cluster)},
             command.log,
