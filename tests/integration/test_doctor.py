@@ -130,6 +130,9 @@ def test_the_roles_are_checked_where_there_are_any(world: World) -> None:
         if check["name"] == "grants"
     ]
     assert (grants["result"], "reads only" in grants["detail"]) == ("ok", True)
+    status = world.run("status", "-o", "json", url=roles.login(Kind.READONLY))
+    assert (status.exit_code, status.json["faults"]) == (0, [])
+    assert all(status.json[queue] is not None for queue in ("bookings", "outbox", "deferred", "group", "jobs"))
 
 
 def test_watch_prints_one_document_a_line_until_a_signal(world: World) -> None:
