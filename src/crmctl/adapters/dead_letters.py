@@ -6,7 +6,7 @@ from typing import Final
 from uuid import uuid4
 
 from crmctl.adapters.publisher import Publisher, Record
-from crmctl.adapters.record_source import RawRecord
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import ErrorCode
 from crmctl.domain.errors import UnavailableError
 

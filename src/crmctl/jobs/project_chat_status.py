@@ -21,7 +21,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from crmctl.adapters.postgres import Transaction, array_literal, describe, is_data_error
-from crmctl.adapters.record_source import RawRecord
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import Deal, Decision, Deferred, ErrorCode, Event, Outcome, Plan, Position, plan
 from crmctl.domain.chat_status_decoding import decode
 from crmctl.sql import load
