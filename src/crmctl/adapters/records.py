@@ -1,6 +1,6 @@
 """A Kafka record as it is in its topic, byte for byte, and what the cluster says of the topic."""
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -59,7 +59,7 @@ def raw_record(message: Message, position: Position, topic: str) -> RawRecord:
         topic=topic,
         key=_bytes(message.key()),
         value=_bytes(message.value()),
-        headers=tuple((name, _bytes(value)) for name, value in _pairs(message)),
+        headers=_headers(message),
         timestamp_ms=timestamp if kind else -1,
     )
 
@@ -68,9 +68,9 @@ def _bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
 
 
-def _pairs(message: Message) -> list[tuple[str, str | bytes | None]]:
+def _headers(message: Message) -> Headers:
     try:
         headers = message.headers() or []
     except (UnicodeDecodeError, SystemError):  # a name that is not UTF-8: the client gives none of them
-        return []
-    return list(headers.items()) if isinstance(headers, dict) else headers
+        return ()
+    return tuple(cast("list[tuple[str, bytes | None]]", headers))  # those of a record that was read are bytes
