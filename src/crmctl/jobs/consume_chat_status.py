@@ -222,7 +222,7 @@ class Consumption:
                 )
                 with self.tracing.batch([_traceparent(batch.raws[event.position]) for event in batch.events]):
                     decided = project(tx, scope, batch, tx.now, condemned, retry_limit=self.options.batch_size)
-                counts = _counts(decided)
+                counts = counts_of(decided)
                 if any(counts.values()):
                     self._record().committed(tx, self.totals.batches + 1, counts)
                 self.database.commit()
@@ -295,7 +295,8 @@ def _fields(event: Event, from_status: str | None = None) -> dict[str, object]:
     }
 
 
-def _counts(decided: Plan) -> Counter[str]:
+def counts_of(decided: Plan) -> Counter[str]:
+    """What was decided, by the names of the result."""
     return Counter(_COUNTS[decision.outcome] for decision in decided.decisions)
 
 
