@@ -280,6 +280,8 @@ def _bar(reader: "TopicReader") -> "Iterator[Callable[[Progress], None]]":
             left = reader.total(progress.at or {})
             total = total or left + progress.tried_count
             bar.update(task, total=total, completed=total - left)
+            if not progress.more:
+                bar.stop()  # before the result is printed
 
         yield advance
 
