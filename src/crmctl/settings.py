@@ -44,6 +44,7 @@ class DatabaseSettings(BaseModel):
     lock_timeout: Duration = timedelta(seconds=5)
     idle_in_transaction_timeout: Duration = timedelta(seconds=30)
     transaction_attempts: int = Field(default=5, ge=1, le=100)
+    role_prefix: str = Field(default="crmctl_", min_length=1, max_length=32)
 
 
 class AuthSettings(BaseModel):

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from crmctl.cli.app import app
 from crmctl.cli.exits import Exit
 from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.domain.jobs import NAMES
 from crmctl.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 def test_every_job_has_a_runbook_and_its_links_lead_somewhere() -> None:
-    for job in ("consume-chat-status", "expire-bookings", "extend-booking", "relay-outbox", "replay-dead-letters"):
+    for job in NAMES:
         assert (ROOT / "runbooks" / f"{job}.md").is_file()
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runbooks/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -56,16 +56,21 @@ def partitions(client: AdminClient, topic: str) -> list[int]:
     return sorted(found.partitions) if found is not None else []
 
 
-def check_empty(client: AdminClient, group: str) -> None:
-    """Raise GroupActiveError while the group has members."""
+def member_count(client: AdminClient, group: str) -> int:
+    """How many members the group has; 0 where there is no such group."""
     try:
         description = client.describe_consumer_groups([group], request_timeout=_CALL_SECONDS)[group].result()
     except KafkaException as error:
         if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
-            return
+            return 0
         raise kafka.unavailable(error.args[0]) from None
-    if description.members:
-        raise _active(group, len(description.members))
+    return len(description.members)
+
+
+def check_empty(client: AdminClient, group: str) -> None:
+    """Raise GroupActiveError while the group has members."""
+    if members := member_count(client, group):
+        raise _active(group, members)
 
 
 def move(client: AdminClient, group: str, topic: str, to: Mapping[int, int]) -> None:

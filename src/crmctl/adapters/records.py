@@ -1,6 +1,6 @@
 """A Kafka record as it is in its topic, byte for byte, and what the cluster says of the topic."""
 
-from typing import Final, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -10,9 +10,6 @@ from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import ConfigurationError
 
 Headers = tuple[tuple[str, bytes | None], ...]
-
-# librdkafka's mock cluster (laptops without Java) knows no topic ids, and answers no question about them.
-_MOCK: Final = "mockCluster"
 
 
 class RawRecord(NamedTuple):
@@ -38,7 +35,7 @@ def describe_topic(admin: AdminClient, name: str, seconds: float) -> Topic:
     """Look a topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
     try:
         cluster = admin.list_topics(name, timeout=seconds)
-        if (cluster.cluster_id or "").startswith(_MOCK):
+        if kafka.is_mock(cluster.cluster_id):
             return Topic(name, "mock", len(cluster.topics[name].partitions))
         futures = admin.describe_topics(TopicCollection([name]), request_timeout=seconds)
         description = futures[name].result()

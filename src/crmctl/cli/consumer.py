@@ -12,6 +12,7 @@ from crmctl.adapters.records import Topic
 from crmctl.adapters.topic_reader import TopicReader
 from crmctl.cli.run import Command, traceparent
 from crmctl.domain.errors import ConfigurationError
+from crmctl.domain.jobs import kind_of
 from crmctl.jobs.consume_chat_status import JOB_NAME, Consumption, Options
 from crmctl.jobs.job import Budget, Run
 from crmctl.jobs.preview_chat_status import query
@@ -29,6 +30,7 @@ def run_consumer(
     """Consume until it ends by itself or by a signal; return the result document."""
     chat, brokers = command.settings.chat_status, command.settings.kafka
     run = Run(uuid4(), traceparent(), Budget(time_budget), stopping=lambda: command.interrupts.pending is not None)
+    command.kind = kind_of(JOB_NAME)
     command.bind(job=JOB_NAME, run_id=str(run.id))
     log = command.log
     dead_letters = Publisher(
