@@ -74,6 +74,13 @@ class BookingInvalidStateError(CrmctlError):
     http_status = 409
 
 
+class InstallationNotFoundError(CrmctlError):
+    """No installation has that id."""
+
+    code = "CRM_INSTALLATION_NOT_FOUND"
+    http_status = 404
+
+
 class GroupActiveError(CrmctlError):
     """A consumer group that still has members cannot be moved."""
 
