@@ -148,6 +148,12 @@ class Command:
             )
         return url.get_secret_value()
 
+    def use_installations_database(self) -> None:
+        """From here on work on the database of bitrix24-php-lib's tables, where it is another one."""
+        url = self.settings.installations_database_url
+        if url is not None:
+            self._settings = self.settings.model_copy(update={"database_url": url})
+
     def database(self, application_name: str, **guards: timedelta) -> Database:
         """The command's database connection, with other guards than the configured ones where given."""
         limits = self.settings.database.model_copy(update=guards)
@@ -282,6 +288,7 @@ class _Runner(Generic[O, P]):
     def _commit_batches(self) -> None:
         """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
         while True:
+            self.progress = self._prepared(self.progress)
             self._retrying(self._commit_batch)
             self._command.interrupts.check()
             if self.progress.failure is not None:
@@ -326,15 +333,28 @@ class _Runner(Generic[O, P]):
 
     def _preview(self) -> P:
         """Do the same work in one transaction and roll it back."""
-        progress = self.progress
+        progress = self._prepared(self.progress)
         try:
             tx = self._begin()
             while True:
                 progress = self._job.batch(tx, self._run, self._options, progress)
                 if not self._plan.drain or not progress.more or self._run.budget.spent:
                     return progress
+                if self._job.prepare is not None:
+                    self._rollback()
+                    progress = self._prepared(progress)
+                    tx = self._begin()
         finally:
             self._rollback()
+
+    def _prepared(self, progress: P) -> P:
+        """What the job does before a batch, with no transaction open."""
+        if self._job.prepare is None:
+            return progress
+        with self._command.interrupts.deferred():
+            progress = self._job.prepare(self._run, self._options, progress)
+        self._command.interrupts.check()
+        return progress
 
     def _commit_batch(self) -> None:
         before = self.progress

@@ -292,7 +292,8 @@ def decide(pair: Pair, finding: Finding, policy: Policy, *, attempts: int) -> De
 
 def backoff(attempts: int) -> timedelta:
     """How long to wait after so many looks in a row that changed nothing: 15 min, doubled each time, up to 24 h."""
-    return min(_FIRST_BACKOFF * 2 ** min(attempts - 1, 10), _LONGEST_BACKOFF)
+    doublings = min(max(attempts, 1) - 1, 10)
+    return min(_FIRST_BACKOFF * (1 << doublings), _LONGEST_BACKOFF)
 
 
 def _ttl(verdict: Verdict, policy: Policy) -> timedelta:

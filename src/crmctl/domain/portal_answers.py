@@ -16,10 +16,11 @@ _LONGEST_TOKEN: Final = 255
 
 
 class Failure(StrEnum):
-    """Why there is no answer to read."""
+    """Why there is no answer to read. UNREACHABLE: nothing was sent; BROKEN: perhaps it was."""
 
     TIMEOUT = "TIMEOUT"
     UNREACHABLE = "UNREACHABLE"
+    BROKEN = "BROKEN"
     ADDRESS_REFUSED = "ADDRESS_REFUSED"
     REDIRECTED = "REDIRECTED"
     UNREADABLE = "UNREADABLE"
@@ -42,7 +43,7 @@ class Answer:
     @property
     def transient(self) -> bool:
         """Whether asking again at once may help: a lost connection, or a server error that names no cause."""
-        return self.failure is Failure.UNREACHABLE or (self.status >= 500 and not self.error)
+        return self.failure in (Failure.UNREACHABLE, Failure.BROKEN) or (self.status >= 500 and not self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class TokenRefused(StrEnum):
 _FAILURES: Final[Mapping[Failure, Reason]] = {
     Failure.TIMEOUT: Reason.TIMEOUT,
     Failure.UNREACHABLE: Reason.UNREACHABLE,
+    Failure.BROKEN: Reason.UNREACHABLE,
     Failure.ADDRESS_REFUSED: Reason.ADDRESS_REFUSED,
     Failure.REDIRECTED: Reason.REDIRECTED,
     Failure.UNREADABLE: Reason.UNEXPECTED_ANSWER,
