@@ -29,7 +29,7 @@ Resolve = Callable[[str, int], list[str]]
 Connect = Callable[[str, int, float], httpcore.NetworkStream]
 
 _LARGEST_ANSWER: Final = 1 << 20
-_HOST: Final = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+(?=[a-z0-9-]*[a-z])[a-z0-9-]{2,63}", re.ASCII)
+_HOST: Final = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]", re.ASCII)
 _HTTPS: Final = 443
 _RESERVED_SUFFIX: Final = ".test"
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
