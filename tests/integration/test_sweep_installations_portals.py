@@ -403,10 +403,10 @@ class TestSecurity:
         let_renew(portal, pair)
         portal.portals[pair.domain] = app_info(installed=True)
         with Bitrix24StandIn() as proxy:
-            proxies = {
-                name: f"http://{proxy.address}"
-                for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
-            }
+            proxies = dict.fromkeys(
+                ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"),
+                f"http://{proxy.address}",
+            )
             result = verify(database, portal, **proxies)
             assert proxy.requests == []
         assert verdict_of(result)[2] == "blocked"
