@@ -1,4 +1,4 @@
-"""The sweep beside bitrix24-php-lib: Install, OnAppInstall and Uninstall, as that library writes them, after a sweep."""
+"""The sweep beside bitrix24-php-lib: its Install, OnAppInstall and Uninstall after a sweep, and across one."""
 
 from datetime import timedelta
 from typing import Any

@@ -3,13 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
 import typer
 from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from crmctl.cli.app import app
 from crmctl.cli.exits import Exit
-from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.domain.events import BOOKING_EXPIRED, INSTALLATION_MARKED_STALE, EventContract
+from crmctl.domain.installations import Reason
 from crmctl.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +40,17 @@ def test_every_exit_code_is_on_its_page_and_no_other() -> None:
     }
 
 
-def test_the_contract_page_lists_the_payload_exactly() -> None:
+@pytest.mark.parametrize("contract", [BOOKING_EXPIRED, INSTALLATION_MARKED_STALE])
+def test_the_contract_page_lists_the_payload_exactly(contract: EventContract) -> None:
     page = (ROOT / "docs" / "contracts.md").read_text()
-    section = page.split(f"## `{BOOKING_EXPIRED.topic}`")[1].split("\n## ")[0]
-    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == BOOKING_EXPIRED.payload_fields
+    section = page.split(f"## `{contract.topic}`")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == contract.payload_fields
+
+
+def test_every_reason_of_the_sweep_is_on_its_page_and_no_other() -> None:
+    page = (ROOT / "docs" / "stale-installations.md").read_text()
+    section = page.split("## Reasons")[1].split("\n## ")[0]
+    assert set(re.findall(r"`([A-Z_]+)`", section)) == {reason.value for reason in Reason}
 
 
 def test_every_runtime_dependency_has_a_line_on_why() -> None:
@@ -65,7 +74,7 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 def test_every_job_has_a_runbook_and_its_links_lead_somewhere() -> None:
-    for job in ("consume-chat-status", "expire-bookings", "extend-booking", "relay-outbox"):
+    for job in ("consume-chat-status", "expire-bookings", "extend-booking", "relay-outbox", "sweep-installations"):
         assert (ROOT / "runbooks" / f"{job}.md").is_file()
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runbooks/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
