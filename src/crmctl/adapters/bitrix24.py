@@ -24,6 +24,10 @@ _RENEWAL: Final = "/oauth/token/"
 class Portals(Protocol):
     """Who can be asked. Nothing is raised: what goes wrong is in the answer."""
 
+    def is_host(self, domain_url: str) -> bool:
+        """Whether a portal's domain is a bare host name: for what is none, no token is renewed either."""
+        ...
+
     def app_info(self, domain_url: str, access_token: str, turn: Callable[[], None]) -> Answer:
         """Ask a portal about the application. `turn` is called before each request: it waits for the portal's turn."""
         ...
@@ -47,6 +51,14 @@ class Bitrix24:
         self._oauth_host = _oauth_host(settings.oauth_url)
         stand_in = parse_stand_in(settings.stand_in, self._oauth_host)
         self._http = http or CheckedHttp(settings.request_timeout.total_seconds(), stand_in)
+
+    def is_host(self, domain_url: str) -> bool:
+        """What `request` would refuse before it resolves anything is none."""
+        try:
+            host_of(domain_url)
+        except AddressRefusedError:
+            return False
+        return True
 
     def app_info(self, domain_url: str, access_token: str, turn: Callable[[], None]) -> Answer:
         """Ask twice at the most: again after a lost connection or a server error that names no cause."""

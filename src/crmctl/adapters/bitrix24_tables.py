@@ -84,7 +84,7 @@ def resolve(tx: Transaction, settings: Bitrix24Settings) -> Tables:
     ):
         try:
             found = tx.one(STATEMENTS["table"], {"table": table})
-        except (errors.SyntaxErrorOrAccessRuleViolation, errors.InvalidName):
+        except (errors.SyntaxError, errors.InvalidName, errors.FeatureNotSupported):
             raise ConfigurationError(f"{table!r} is no table name", hint=f"set {_variable(key)}") from None
         if found["name"] is None:
             raise ConfigurationError(

@@ -392,9 +392,10 @@ class _Runner(Generic[O, P]):
             self._database.close()
 
     def _record_failure(self, error: BaseException) -> None:
-        """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
+        """Leave a row about a run that rolled back; best effort, and only where the job had begun its work."""
         failure = self._command.explain(error)
-        if self._started_at is None or isinstance(error, typer.Exit):
+        begun = self._started_at is not None or self._job.prepare is not None
+        if not begun or isinstance(error, typer.Exit):
             return
         guards = {"statement_timeout": _FAILURE_RECORD_TIMEOUT, "lock_timeout": _FAILURE_RECORD_TIMEOUT}
         try:
@@ -403,10 +404,11 @@ class _Runner(Generic[O, P]):
                 database = self._command.database(
                     f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
                 )
+                tx = database.begin()
                 self._record.failed(
-                    database.begin(),
+                    tx,
                     self._batches + 1,
-                    began=self._started_at,
+                    began=self._started_at or tx.now,
                     code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
                     message=failure.message if isinstance(failure, CrmctlError) else None,
                 )

@@ -171,6 +171,8 @@ class Inquiry:
         portal.next_turn = time.monotonic() + PAUSE
 
     def _examine(self, portal: _Portal, question: Question) -> Finding:
+        if not self._portals.is_host(question.domain_url):
+            return unclear(Reason.ADDRESS_REFUSED)
         turn: Callable[[], None] = lambda: self._turn(portal)  # noqa: E731
         if question.access_token and question.expires > self._now:
             found = read_app_info(self._portals.app_info(question.domain_url, question.access_token, turn))

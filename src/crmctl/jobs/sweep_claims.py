@@ -23,6 +23,8 @@ from crmctl.settings import Bitrix24Settings
 
 T = TypeVar("T")
 _ATTEMPTS: Final = 5
+# Of the advisory lock under which claims are made; the number only has to be the same in every crmctl.
+_TURN: Final = 0x63726D73776570
 # Seconds that a renewed token is tried to be stored for: it is worth more than the run's punctuality.
 _STORE_PATIENCE: Final = 20.0
 # How much longer than the run's time budget and its last requests a lease lasts.
@@ -76,8 +78,10 @@ class Claims:
 
         def take(tx: Transaction) -> tuple[dict[str, str], list[Any], set[UUID], Any]:
             statements = sweep_queue.statements(tx, self._settings)
+            if not dry_run:
+                tx.execute(statements["take_turn"], {"lock": _TURN})
             rows = tx.all(statements["look" if dry_run else "claim"], params)
-            taken = {"ids": array_literal([row["installation_id"] for row in rows]), **params}
+            taken = {**params, "ids": array_literal([row["installation_id"] for row in rows])}
             pairs = [sweep_queue.read_pair(row) for row in tx.all(statements["read_pairs"], taken)]
             healthy = {pair.installation_id for pair in pairs if anomaly(pair) is None}
             return statements, rows, healthy, tx.now

@@ -2,9 +2,10 @@
 
 Without `--verify-portal` a batch is one transaction, the third of these. With it, three kinds of transactions:
 
-1. **claim** (`prepare`): selects up to N stale installations in the order of next_check_at, locks them with SKIP
-   LOCKED, and commits a lease for each in `installation_checks`. Locks are held for that statement only. From then
-   on no other sweep asks for them. No transaction is open while portals are asked, on any connection.
+1. **claim** (`prepare`): takes an advisory transaction lock, so that claims follow each other; selects up to N stale
+   installations in the order of next_check_at, locks them with SKIP LOCKED, and commits a lease for each in
+   `installation_checks`. From then on no other sweep asks for them, nor for others of their portals. No transaction
+   is open while portals are asked, on any connection.
 2. **token store**, one per renewed token, at once when it arrives: replaces the account's tokens if its refresh token
    is still the one that was used (compare-and-set). Locks one account row, for that statement.
 3. **apply** (`batch`, in the wrapper's transaction): locks the installations and then their accounts, each in id order
@@ -219,7 +220,7 @@ class Sweep:
             passed=passed,
             batches=before.batches + 1,
             as_of=tx.now,
-            more=len(taken) == options.batch_size and bool(findings),
+            more=len(taken) == options.batch_size,
         )
 
     def _resolve(self, tx: Transaction) -> dict[str, str]:

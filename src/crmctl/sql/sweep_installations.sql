@@ -27,14 +27,29 @@ where {due}
 order by c.next_check_at nulls first, i.created_at_utc, i.id
 limit %(limit)s
 
+-- name: take_turn
+-- Claims are made one after the other, so that each sees the leases of the one before.
+select pg_advisory_xact_lock(%(lock)s)
+
 -- name: claim
 -- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
--- that other runs respect. Of two runs that reach the same row, the second finds the first one's lease.
-with candidate as materialized (
+-- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
+-- twice as fast.
+with busy as materialized (
+    select lower(btrim(a.domain_url)) as domain
+    from crm.installation_checks c
+    join {installations} i on i.id = c.installation_id
+    join {accounts} a on a.id = i.bitrix_24_account_id
+    where c.claimed_by is not null
+        and c.claimed_until > now()
+),
+candidate as materialized (
     select i.id, c.claimed_until is not null as died_before
     from {installations} i
+    left join {accounts} a on a.id = i.bitrix_24_account_id
     left join crm.installation_checks c on c.installation_id = i.id
     where {due}
+        and lower(btrim(coalesce(a.domain_url, ''))) not in (select b.domain from busy b)
     order by c.next_check_at nulls first, i.created_at_utc, i.id
     limit %(limit)s
     for no key update of i skip locked
