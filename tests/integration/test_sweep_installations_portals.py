@@ -337,6 +337,7 @@ class TestOurOwnCredentials:
         assert (result.exit_code, result.json["error"]["code"]) == (78, "CRMCTL_CONFIGURATION")
         assert "CLIENT_SECRET" in result.json["error"]["hint"]
         assert {statuses(connection, pair) for pair in (*pairs, plain)} == {("new", "new")}
+        assert [(run["outcome"], run["error_code"]) for run in runs(connection)] == [("failed", "CRMCTL_CONFIGURATION")]
         assert column(connection, "select verdict from crm.installation_checks where verdict is not null") == []
         assert column(connection, "select claimed_by from crm.installation_checks where claimed_by is not null") == []
         assert "an-old-one" not in result.stdout + result.stderr
@@ -387,7 +388,7 @@ class TestSecurity:
         let_renew(portal, pair)
         result = verify(database, portal, "--strict")
         assert (result.exit_code, verdict_of(result)) == (3, ("unclear", "ADDRESS_REFUSED", "left"))
-        assert {request.host for request in portal.requests} <= {OAUTH_HOST}
+        assert portal.requests == []
 
     def test_a_domain_of_localhost_is_not_reached_with_the_port_of_the_stand_in(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

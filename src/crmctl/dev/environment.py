@@ -42,6 +42,7 @@ class Environment:
 def up(directory: Path, announce: Callable[[str], None] | None = None) -> Environment:
     """Start the project's servers unless they run, migrate, create the topics, write `.crmctl/dev.toml` (0600).
 
+    bitrix24-php-lib's tables, which are that library's in production, are created here as it does.
     `directory` is the project, that is, the working directory. The servers survive the command, and PostgreSQL
     loses nothing in a power cut (fsync is on). A second `up`, also one at the same moment, changes nothing.
     `announce` is told of what takes long.
