@@ -76,7 +76,7 @@ def test_what_is_no_bare_host_name_is_refused_before_it_is_resolved(domain: str)
     ("domain", "host"),
     [
         ("Portal.Bitrix24.RU", "portal.bitrix24.ru"),
-        ("портал.рф", "xn--80atcim5a.xn--p1ai"),
+        ("пример.рф", "xn--e1afmkfd.xn--p1ai"),
         (" b24-abc.bitrix24.com ", "b24-abc.bitrix24.com"),
     ],
 )

@@ -59,21 +59,23 @@ def host_of(domain_url: str) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is global unicast, and so is the IPv4 address that it may embed."""
+    """Whether an IP address is global unicast, and so is the IPv4 address that it may embed.
+
+    Of an address that NAT64 makes of an IPv4 address (RFC 6052), that one alone decides.
+    """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    embedded: list[ipaddress.IPv4Address] = []
+    parts: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip]
     if isinstance(ip, ipaddress.IPv6Address):
-        teredo = ip.teredo or ()
-        embedded = [part for part in (ip.ipv4_mapped, ip.sixtofour, *teredo) if part is not None]
-        if ip in _NAT64:
-            embedded.append(ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF))
         if ip.is_site_local or ip.ipv4_mapped is not None:
             return False
+        if ip in _NAT64:
+            parts = [ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)]
+        parts += [part for part in (ip.sixtofour, *(ip.teredo or ())) if part is not None]
     kinds = ("is_private", "is_loopback", "is_link_local", "is_multicast", "is_reserved", "is_unspecified")
-    return all(part.is_global and not any(getattr(part, kind) for kind in kinds) for part in [ip, *embedded])
+    return all(part.is_global and not any(getattr(part, kind) for kind in kinds) for part in parts)
 
 
 def parse_stand_in(setting: str | None, oauth_host: str) -> StandIn | None:
