@@ -635,6 +635,46 @@ class TestPaceAndTime:
         assert {statuses(connection, pair) for pair in pairs} == {("new", "new")}
         assert column(connection, "select claimed_by from crm.installation_checks where claimed_by is not null") == []
 
+    def test_sigterm_waits_for_a_token_that_is_under_way(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection, token_age=HOUR)
+        grant = let_renew(portal, pair)
+        renewed = threading.Event()
+
+        def answer_late() -> None:
+            renewed.set()
+            time.sleep(1)
+
+        portal.after_renewal = answer_late
+        with start_sweep(database, "--verify-portal", env=portal.settings) as process:
+            assert renewed.wait(20)
+            process.terminate()
+            _, stderr = process.communicate(timeout=20)
+        assert process.returncode == 143, stderr
+        stored = column(connection, "select authtoken_refresh_token from b24lib_bitrix24_accounts")
+        assert stored == [grant.refresh_token]
+        assert portal.asked(pair.domain) == []
+        assert statuses(connection, pair) == ("new", "new")
+
+    def test_a_token_is_stored_although_the_application_holds_the_account_for_a_while(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection, token_age=HOUR)
+        grant = let_renew(portal, pair)
+        portal.portals[pair.domain] = app_info(installed=False)
+        with psycopg.connect(database.url) as holder:
+
+            def hold() -> None:
+                holder.execute("select from b24lib_bitrix24_accounts for update")
+                threading.Timer(1.5, holder.rollback).start()
+
+            portal.after_renewal = hold
+            result = verify(database, portal, CRMCTL_DATABASE__LOCK_TIMEOUT="500ms")
+        assert verdict_of(result)[0] == "unfinished", result.stderr
+        stored = column(connection, "select authtoken_refresh_token from b24lib_bitrix24_accounts")
+        assert stored == [grant.refresh_token]
+
     def test_alerts_are_in_the_log(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:

@@ -54,6 +54,10 @@ class Question:
 class TokenStore(Protocol):
     """Where renewed tokens go."""
 
+    def check(self) -> None:
+        """Raise what would keep a token from being stored now: asked before a renewal, which uses a token up."""
+        ...
+
     def store(self, question: Question, tokens: Tokens) -> bool:
         """Replace the question's tokens in a transaction of its own; False where they are not the stored ones."""
         ...
@@ -191,6 +195,7 @@ class Inquiry:
     def _renew(self, question: Question) -> Tokens | Finding:
         if self._halted:
             raise _Halted
+        self._store.check()
         answer = self._portals.renew(question.refresh_token)
         renewed = read_renewal(answer, question.member_id)
         if isinstance(renewed, Tokens):

@@ -142,6 +142,12 @@ class _Store:
         self._zone = zone
         self._turn = threading.Lock()
 
+    def check(self) -> None:
+        """Begin a transaction and end it: raises where there is no connection to be had."""
+        with self._turn:
+            self._database.begin()
+            self._database.rollback()
+
     def store(self, question: Question, tokens: Tokens) -> bool:
         """Replace the tokens if the stored refresh token is the one that was used; False where it is not.
 

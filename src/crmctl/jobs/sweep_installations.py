@@ -58,6 +58,8 @@ from crmctl.telemetry.logs import Log
 JOB_NAME: Final = "sweep-installations"
 # Rows that are listed in the result and in the log; the counts are always complete.
 _LISTED: Final = 100
+# Decisions in one statement: more of them would cost memory, not time.
+_WINDOW: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,13 @@ class Sweep:
         owner = run.id if self._claims is not None and not options.dry_run else None
         decisions = self._decide(tx, options.policy, findings, owner, tally)
         audit = sweep_audit.Audit(run.id, tx.now, zone, run.traceparent)
-        written, failed = _write(tx, statements["write"], audit, decisions)
+        written: list[Decision] = []
+        failed: list[Failed] = []
+        for first in range(0, len(decisions), _WINDOW):
+            window = decisions[first : first + _WINDOW]
+            done, refused = _write(tx, statements["write"], audit, window)
+            written += done
+            failed += refused
         overridden = () if before.batches else self._note_overridden(tx, audit)
         tally["unasked_count"] += len(taken - findings.keys())
         if owner is not None:
