@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -539,6 +540,39 @@ class TestBetweenClaimAndApply:
         make_due(connection)
         assert verify(database, portal).json["blocked_count"] == 1
 
+    def test_a_lease_that_another_run_took_over_meanwhile_is_not_applied(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection)
+        portal.portals[pair.domain] = error("NOT_INSTALLED")
+        other = database.connect()
+        portal.before_answer = lambda _request: take_over(other)
+        result = verify(database, portal)
+        assert (result.json["skipped_locked_count"], result.json["checked_count"]) == (1, 0)
+        assert statuses(connection, pair) == ("new", "new")
+        # Nor is it given back in the other one's name.
+        assert check(connection, pair)["claimed_by"] == UUID(int=5)
+
+    def test_a_portal_that_another_run_is_asking_is_passed_by(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        first, second = insert_pair(connection), insert_pair(connection)
+        elsewhere = insert_pair(connection)
+        for pair in (first, elsewhere):
+            portal.portals[pair.domain] = app_info(installed=True)
+        connection.execute(
+            "update b24lib_bitrix24_accounts set domain_url = upper(%s) where id = %s",
+            (first.domain, second.account_id),
+        )
+        connection.execute(
+            "insert into crm.installation_checks (installation_id, claimed_until, claimed_by)"
+            " values (%s, now() + interval '1 minute', gen_random_uuid())",
+            (first.installation_id,),
+        )
+        assert verify(database, portal).json["blocked_count"] == 1
+        assert [request.host for request in portal.requests] == [elsewhere.domain]
+        assert statuses(connection, second) == ("new", "new")
+
     def test_two_sweeps_at_once_ask_each_portal_once(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
@@ -578,6 +612,11 @@ class TestBetweenClaimAndApply:
         assert runs(connection) == []
 
 
+def take_over(connection: psycopg.Connection[Any]) -> None:
+    """As another run does whose claim came after the lease had run out."""
+    connection.execute("update crm.installation_checks set claimed_by = %s", (UUID(int=5),))
+
+
 class TestPaceAndTime:
     def test_a_portal_is_asked_twice_a_second_at_the_most(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
@@ -596,6 +635,16 @@ class TestPaceAndTime:
             assert_paced(moments)
         started = min(request.at for request in portal.requests)
         assert max(request.at for request in portal.requests) - started < 13 * PAUSE
+
+    def test_a_portal_that_does_not_answer_is_asked_once_in_a_run(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        portal.portals["silent.test"] = Reply(mood=Mood.TIMEOUT)
+        pairs = [insert_pair(connection, account={"domain_url": "silent.test"}) for _ in range(5)]
+        result = verify(database, portal)
+        assert [row["reason"] for row in result.json["installations"]] == ["TIMEOUT"] * 5
+        assert len(portal.asked("silent.test")) == 1
+        assert {check(connection, pair)["attempts"] for pair in pairs} == {1}
 
     def test_the_time_budget_ends_it_and_the_rest_is_given_back(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

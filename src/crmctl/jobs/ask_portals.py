@@ -1,7 +1,8 @@
 """Asking many portals at once, politely: no portal more than twice a second, no transaction open meanwhile.
 
 One portal is one queue of questions. A worker takes the portal whose turn comes first, asks it one question, and
-puts it back. New tokens are stored the moment they arrive, before anything else is done with them.
+puts it back. A portal that does not answer holds a worker up once in a run, not once for each of its questions. New
+tokens are stored the moment they arrive, before anything else is done with them.
 """
 
 import heapq
@@ -9,7 +10,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, Protocol
@@ -18,7 +19,7 @@ from uuid import UUID
 from crmctl.adapters.bitrix24 import Portals
 from crmctl.domain.errors import ConfigurationError
 from crmctl.domain.installations import Finding, Reason, unclear
-from crmctl.domain.portal_answers import Tokens, read_app_info, read_renewal
+from crmctl.domain.portal_answers import Failure, TokenRefused, Tokens, read_app_info, read_renewal
 from crmctl.jobs.job import Run
 
 # Seconds between two requests to one portal: a little more than a half, so that no second holds three of them.
@@ -69,8 +70,11 @@ class _Halted(Exception):  # noqa: N818  no error: the run begins nothing new
 
 @dataclass(slots=True)
 class _Portal:
+    """One portal's questions. `silent`: it did not answer, and is not asked again in this run."""
+
     questions: deque[Question]
     next_turn: float = 0.0
+    silent: Finding | None = None
 
 
 class Inquiry:
@@ -128,7 +132,7 @@ class Inquiry:
         while (portal := self._take()) is not None:
             try:
                 question = portal.questions.popleft()
-                finding = self._examine(portal, question)
+                finding = portal.silent or self._examine(portal, question)
                 with self._condition:
                     self.findings[question.installation_id] = finding
             except _Halted:
@@ -175,24 +179,30 @@ class Inquiry:
         portal.next_turn = time.monotonic() + PAUSE
 
     def _examine(self, portal: _Portal, question: Question) -> Finding:
-        if not self._portals.is_host(question.domain_url):
-            return unclear(Reason.ADDRESS_REFUSED)
-        turn: Callable[[], None] = lambda: self._turn(portal)  # noqa: E731
         if question.access_token and question.expires > self._now:
-            found = read_app_info(self._portals.app_info(question.domain_url, question.access_token, turn))
+            found = self._app_info(portal, question, question.access_token)
             if isinstance(found, Finding):
                 return found
         if not question.refresh_token:
             return unclear(Reason.TOKEN_MISSING)
-        if not self._renews:
-            return unclear(Reason.NOT_REFRESHED)
         renewed = self._renew(question)
         if isinstance(renewed, Finding):
             return renewed
-        found = read_app_info(self._portals.app_info(question.domain_url, renewed.access_token, turn))
+        found = self._app_info(portal, question, renewed.access_token)
         return found if isinstance(found, Finding) else unclear(Reason.TOKEN_INVALID)
 
+    def _app_info(self, portal: _Portal, question: Question, access_token: str) -> Finding | TokenRefused:
+        answer = self._portals.app_info(question.domain_url, access_token, lambda: self._turn(portal))
+        found = read_app_info(answer)
+        if answer.failure in (Failure.TIMEOUT, Failure.UNREACHABLE) and isinstance(found, Finding):
+            portal.silent = found
+        return found
+
     def _renew(self, question: Question) -> Tokens | Finding:
+        if not self._renews:
+            return unclear(Reason.NOT_REFRESHED)
+        if not self._portals.is_host(question.domain_url):
+            return unclear(Reason.ADDRESS_REFUSED)
         if self._halted:
             raise _Halted
         self._store.check()
