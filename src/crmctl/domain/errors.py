@@ -92,6 +92,13 @@ class RunNotFoundError(CrmctlError):
     code = "CRMCTL_RUN_NOT_FOUND"
 
 
+class InstallationNotFoundError(CrmctlError):
+    """No installation has that id."""
+
+    code = "CRM_INSTALLATION_NOT_FOUND"
+    http_status = 404
+
+
 class GroupActiveError(CrmctlError):
     """A consumer group that still has members cannot be moved."""
 

@@ -23,6 +23,7 @@ JOBS: Final = (
     JobEntry("consume-chat-status", "chat-status consume", Kind.CHAT),
     JobEntry("replay-dead-letters", "dlq replay", Kind.DEAD_LETTERS),
     JobEntry("discard-dead-letters", "dlq discard", Kind.DEAD_LETTERS),
+    JobEntry("sweep-installations", "installations sweep", Kind.INSTALLATIONS),
     JobEntry("prune", "prune", Kind.MAINTENANCE),
 )
 NAMES: Final = tuple(job.name for job in JOBS)

@@ -131,7 +131,7 @@ def job(
         reader.mirror(after.prefix.offsets)
         committed(after)
 
-    return Job(name, actor, lambda _: Progress(counted), batch, log)
+    return Job(name, actor, lambda _: Progress(counted), batch, log=log)
 
 
 def selected(options: Options, found: Sequence[Found]) -> list[Found]:

@@ -20,6 +20,7 @@ REVISIONS: Final[dict[str, tuple[str, ...]]] = {
         "bookkeeping_0002",
         "bookkeeping_0003",
         "bookkeeping_0004",
+        "bookkeeping_0005",
         "bookkeeping_0006",
     ),
 }
