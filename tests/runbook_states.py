@@ -223,13 +223,12 @@ def event_without_deal(world: World) -> None:
     world.crmctl("chat-status consume --until-caught-up")
 
 
-@state("dead letters", real_kafka=True)
-def dead_letters(world: World) -> None:
-    """Two events were dead-lettered: one is no JSON, one has a status that nobody knows."""
+@state("events that cannot be applied", real_kafka=True)
+def events_that_cannot_be_applied(world: World) -> None:
+    """Two events are unread: one has a status that nobody knows, one is no JSON."""
     chat = world.chat()
     _send(chat, chat.deal(), "Closed")
     chat.kafka.produce(chat.topic, [Outgoing(b"garbage", "key", partition=0)])
-    world.crmctl("chat-status consume --until-caught-up")
 
 
 def _send(chat: Chat, deal: Deal, status: str) -> None:

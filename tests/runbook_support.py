@@ -173,6 +173,7 @@ _NORMAL: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
     (re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "ID"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d(?::?\d\d)?)?"), "TIME"),
     (re.compile(r"(Duration, ms|\"duration_ms\":|pid)\s+\d+"), r"\1 N"),
+    (re.compile(r"\b(core|bookkeeping)_\d{4}\b"), r"\1_NUMBER"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
     # An age in seconds; what is not late at all stays 0.0.
     (re.compile(r"\b(?!0\.0\b)\d+\.\d+\b"), "SECONDS"),
