@@ -3,13 +3,16 @@
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 from uuid import UUID
 
 import psycopg
 import pytest
+from psycopg import sql
 
+from crmctl.dev.postgres import PostgresServer
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
@@ -109,12 +112,7 @@ def laptop(world: World) -> None:
 @state("new servers", real_kafka=True)
 def new_servers(world: World) -> None:
     """An empty database, and a Kafka without our topics."""
-    server = world.fixture("postgres_server")
-    name = f"new_{uuid.uuid4().hex[:8]}"
-    url = getattr(server, "url")  # noqa: B009  a fixture's type is not known here
-    with psycopg.connect(url(), autocommit=True) as connection:
-        connection.execute(f"create database {name}")
-    world.env["CRMCTL_DATABASE_URL"] = url(name)
+    new_database(world)
     remove_topics(world.kafka)
 
 
@@ -213,6 +211,27 @@ def everything_is_read(world: World) -> None:
     world.crmctl("chat-status consume --until-caught-up")
 
 
+@state("a restored database", real_kafka=True)
+def restored_database(world: World) -> None:
+    """The database is as it was at TIMESTAMP, two hours ago; the group has read what came since."""
+    everything_is_read(world)
+    create_topics(world)
+    connection = world.connection
+    connection.execute("truncate crm.processed_messages, crm.deal_chat_positions")
+    connection.execute("update crm.deals set chat_status = 'Pending'")
+    world.names["TIMESTAMP"] = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
+
+
+@state("a CRM that owns its tables")
+def crm_that_owns_its_tables(world: World) -> None:
+    """A database with the core tables only, which nobody's revision speaks of, and one due reserve in it."""
+    url = new_database(world)
+    world.crmctl("db upgrade --only core")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("delete from crm.crmctl_schema_version")
+        insert_booking(connection)
+
+
 @state("an event without its deal", real_kafka=True)
 def event_without_deal(world: World) -> None:
     """One event of a deal that the CRM does not have has been read; DEAL_ID is that deal."""
@@ -233,6 +252,17 @@ def events_that_cannot_be_applied(world: World) -> None:
 
 def _send(chat: Chat, deal: Deal, status: str) -> None:
     chat.send(deal.event(status), partition=0)
+
+
+def new_database(world: World) -> str:
+    """An empty database, which crmctl is told of; returns its URL."""
+    server = world.fixture("postgres_server")
+    assert isinstance(server, PostgresServer)
+    name = f"new_{uuid.uuid4().hex[:8]}"
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+    world.env["CRMCTL_DATABASE_URL"] = server.url(name)
+    return server.url(name)
 
 
 def create_topics(world: World) -> None:

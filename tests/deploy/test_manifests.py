@@ -10,8 +10,8 @@ import yaml
 
 from tests.deploy.support import CRONJOBS, MONITORING, OVERLAYS, Document, documents, is_manifest, plain_manifests, tool
 
-# The oldest release that still gets patches, and the newest whose schemas we have.
-VERSIONS = ("1.33", kubernetes_validate.latest_version())
+# The oldest release that has all that we use (podFailurePolicy, unhealthyPodEvictionPolicy), and the newest one.
+VERSIONS = ("1.31", kubernetes_validate.latest_version())
 _KUBECTL = tool("kubectl")
 
 

@@ -322,6 +322,11 @@ def test_a_patch_changes_only_what_the_base_has() -> None:
                         leaves()[path].make_context(path, list(options))
 
 
+@every_workload
+def test_a_workload_has_its_runbook(work: Workload) -> None:
+    assert (ROOT / "runbooks" / f"{work.name}.md").is_file()
+
+
 def test_every_command_has_a_manifest_or_a_stated_reason() -> None:
     page = (ROOT / "deploy" / "README.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z -]+)` \| (.+) \|$", page, re.MULTILINE))
