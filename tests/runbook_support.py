@@ -1,4 +1,4 @@
-"""How the pages' commands are found, run and compared: the fenced blocks of runbooks/ and README.md.
+"""How the pages' commands are found, run and compared: the fenced blocks of runbooks/ and of both README.md.
 
 The convention, which docs/architecture.md explains to whoever writes a page:
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "runbooks").glob("*.md"))]
+PAGES: Final = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "runbooks").glob("*.md"))]
 
 _FENCE: Final = re.compile(r"^(\s*)```(\w*)\s*$")
 _COMMENT: Final = re.compile(r"^\s*<!-- (state|waits for): (.+?) -->\s*$")
@@ -96,7 +96,7 @@ class Scenario:
     @property
     def name(self) -> str:
         """Page, line and state, as a test's id."""
-        return f"{self.page.name}:{self.blocks[0].line}:{self.state.replace(' ', '-')}"
+        return f"{self.page.relative_to(ROOT)}:{self.blocks[0].line}:{self.state.replace(' ', '-')}"
 
 
 def blocks(page: Path) -> list[Block]:

@@ -1,4 +1,4 @@
-"""Every crmctl command of the runbooks and of the README, run in the state that the page begins from.
+"""Every crmctl command of the runbooks and of both README.md, run in the state that the page begins from.
 
 `tests/runbook_support.py` has the convention, `tests/runbook_states.py` the states.
 """
@@ -25,7 +25,7 @@ from tests.runbook_support import (
 )
 
 HEADINGS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "Verify", "Escalate"]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def all_scenarios() -> list[Any]:
