@@ -35,12 +35,13 @@ _TIMEOUT: Final = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line of a page and what it should print; `exit_code` as `echo $?` below it says."""
+    """A command line of a page, or SQL, and what it should print; `exit_code` as `echo $?` below it says."""
 
     line: int
     text: str
     expected: tuple[str, ...]
     exit_code: int = 0
+    is_sql: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -57,6 +58,13 @@ class Block:
     text: str
     state: str | None = None
     waits_for: str | None = None
+
+    @property
+    def steps(self) -> list[Command]:
+        """What there is to run; an `export` is what the state has done."""
+        if self.language == "sql":
+            return [Command(self.line, self.text, (), is_sql=True)]
+        return [command for command in self.commands if not command.text.startswith("export ")]
 
     @property
     def commands(self) -> list[Command]:
