@@ -24,13 +24,17 @@ from tests.support import Database, insert_booking
 
 @dataclass(slots=True)
 class World:
-    """What a scenario runs in. `names` maps an operator's blanks to what is filled in, `aliases` real to documented."""
+    """What a scenario runs in. `names` maps an operator's blanks to what is filled in, `aliases` real to documented.
+
+    What is in `afterwards` is done in the end, also when a command failed.
+    """
 
     directory: Path
     fixture: Callable[[str], object]
     env: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     aliases: list[tuple[str, str]] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
     _database: Database | None = None
 
     @property
@@ -107,6 +111,7 @@ def laptop(world: World) -> None:
     script = bin_directory / "crmctl"
     done = run("command -v crmctl", directory=world.directory, env={})
     script.symlink_to(done.stdout.strip())
+    world.afterwards.append(lambda: run("crmctl dev down --purge", directory=world.directory, env={}))
 
 
 @state("new servers", real_kafka=True)

@@ -62,8 +62,12 @@ def test_the_commands_of_a_page_print_what_it_says(
     key = (scenario.state, *(step.text for step in steps))
     if key not in _RUN:
         world = World(tmp_path, request.getfixturevalue)
-        STATES[scenario.state].prepare(world)
-        _RUN[key] = [carry_out(world, step) for step in steps]
+        try:
+            STATES[scenario.state].prepare(world)
+            _RUN[key] = [carry_out(world, step) for step in steps]
+        finally:
+            for leave in world.afterwards:
+                leave()
     for step, outcome in zip(steps, _RUN[key], strict=True):
         check(step, outcome, f"{scenario.page.relative_to(ROOT)}:{step.line}")
 
