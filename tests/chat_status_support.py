@@ -97,6 +97,7 @@ class Chat:
             "CRMCTL_CHAT_STATUS__TOPIC": self.topic,
             "CRMCTL_CHAT_STATUS__DLQ_TOPIC": self.dlq_topic,
             "CRMCTL_CHAT_STATUS__GROUP": self.group,
+            "CRMCTL_CHAT_STATUS__DLQ_GROUP": f"{self.group}-dlq",
         }
 
     def deal(self, **overrides: Any) -> Deal:
@@ -177,12 +178,13 @@ class Chat:
         """Time passes for what waits: its next attempt is due now."""
         rows(self.connection, "update crm.deferred_messages set next_attempt_at = now()")
 
-    def committed(self) -> dict[int, int]:
-        """The group's committed offsets by partition; those without one are missing."""
-        consumer = Consumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": self.group})
+    def committed(self, *, replay: bool = False) -> dict[int, int]:
+        """The committed offsets of the group, or of the replay's, by partition; those without one are missing."""
+        topic, group = (self.dlq_topic, f"{self.group}-dlq") if replay else (self.topic, self.group)
+        consumer = Consumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": group})
         try:
-            numbers = consumer.list_topics(self.topic, timeout=30).topics[self.topic].partitions
-            found = consumer.committed([TopicPartition(self.topic, number) for number in numbers], timeout=30)
+            numbers = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+            found = consumer.committed([TopicPartition(topic, number) for number in numbers], timeout=30)
             return {entry.partition: entry.offset for entry in found if entry.offset >= 0}
         finally:
             consumer.close()

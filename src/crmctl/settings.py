@@ -89,6 +89,7 @@ class ChatStatusSettings(BaseModel):
     topic: str = "pin.messenger.deal-chat-status-changed.v1"
     dlq_topic: str = "pin.crm.deal-chat-status-dlq.v1"
     group: str = "pin-crm-deal-chat-status"
+    dlq_group: str = "pin-crm-deal-chat-status-dlq"
     group_instance_id: str | None = None
     metrics_host: str = "0.0.0.0"  # noqa: S104  a pod's probes and Prometheus come from outside it
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)

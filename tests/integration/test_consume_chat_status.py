@@ -24,7 +24,8 @@ from confluent_kafka.admin import AdminClient
 from psycopg.conninfo import make_conninfo
 
 from crmctl.adapters.postgres import Database as Transactions
-from crmctl.adapters.record_source import RawRecord, RecordSource, Topic
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import RawRecord, Topic
 from crmctl.dev import messenger
 from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import Decision, ErrorCode, Position

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from crmctl import __version__
-from crmctl.cli import bookings, chat_status, db, dev, outbox, topics
+from crmctl.cli import bookings, chat_status, db, dev, dlq, outbox, topics
 
 app = typer.Typer(
     name="crmctl",
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.add_typer(bookings.app, name="bookings")
 app.add_typer(outbox.app, name="outbox")
 app.add_typer(chat_status.app, name="chat-status")
+app.add_typer(dlq.app, name="dlq")
 app.add_typer(db.app, name="db")
 app.add_typer(topics.app, name="topics")
 app.add_typer(dev.app, name="dev")

@@ -7,7 +7,8 @@ from uuid import uuid4
 from crmctl.adapters import kafka
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.publisher import Publisher
-from crmctl.adapters.record_source import RecordSource, Topic
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import Topic
 from crmctl.cli.run import Command, traceparent
 from crmctl.domain.errors import ConfigurationError
 from crmctl.jobs.consume_chat_status import JOB_NAME, Consumption, Options

@@ -184,6 +184,11 @@ class Command:
             else:
                 output.write(render(document))
 
+    def report_rows(self, name: str, rows: output.Rows, rest: Mapping[str, Any]) -> None:
+        """Print a listing of any length, with the document's other fields."""
+        with self.interrupts.deferred():
+            rows.write(self._format, name, rest)
+
     def confirm(self, question: str) -> None:
         """Ask on the terminal before something that cannot be taken back. Raises UsageError without an answer."""
         if not sys.stdin or not sys.stdin.isatty():

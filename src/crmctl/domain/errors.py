@@ -53,6 +53,12 @@ class TryAgainError(CrmctlError):
     code = "CRMCTL_TRY_AGAIN"
 
 
+class LetterNotFoundError(CrmctlError):
+    """The dead-letter topic holds no such record."""
+
+    code = "CRM_DLQ_LETTER_NOT_FOUND"
+
+
 class BookingForbiddenError(CrmctlError):
     """The actor's token is not valid, lacks the permission, or is another tenant's (UC-BKG-003)."""
 

@@ -28,7 +28,8 @@ import psycopg
 from crmctl.adapters import postgres
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.postgres import Database
-from crmctl.adapters.record_source import RawRecord, RecordSource
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import Decision, ErrorCode, Event, Outcome, Plan, Position
 from crmctl.domain.chat_status_decoding import MalformedError, decode
 from crmctl.domain.errors import TryAgainError, UnavailableError
