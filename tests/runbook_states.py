@@ -16,6 +16,7 @@ from crmctl.dev.postgres import PostgresServer
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
+from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
 from tests.relay_support import insert_booked, insert_event, rsa_signer, tenant_of
 from tests.runbook_support import run
@@ -253,6 +254,18 @@ def events_that_cannot_be_applied(world: World) -> None:
     chat = world.chat()
     _send(chat, chat.deal(), "Closed")
     chat.kafka.produce(chat.topic, [Outgoing(b"garbage", "key", partition=0)])
+
+
+@state("dead letters", real_kafka=True)
+def dead_letters(world: World) -> None:
+    """Three letters: a deal that was missing and exists now, a status that nobody knows, and no JSON at all."""
+    chat = world.chat()
+    deal = chat.deal()
+    unknown = letter(deal.event("Closed"), UNKNOWN, reason="the status is not known", partition=0)
+    malformed = letter(None, MALFORMED, value=b"garbage", key="key", reason="it is not JSON", partition=0)
+    missing = letter(chat.deal().event("Ready"), NOT_FOUND, reason="the deal does not exist", attempts=5, partition=0)
+    for each in (missing, unknown, malformed):
+        send_letters(chat, each)
 
 
 def _send(chat: Chat, deal: Deal, status: str) -> None:

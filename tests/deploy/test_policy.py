@@ -75,7 +75,7 @@ def test_there_is_something_to_look_at() -> None:
         "prune",
         "consume-chat-status",
     }
-    assert {w.name for w in DEPLOYMENTS} == {"consume-chat-status", "metrics"}
+    assert {w.name for w in DEPLOYMENTS} == {"consume-chat-status", "serve-metrics"}
 
 
 @every_cronjob
