@@ -47,6 +47,8 @@ lock:
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml -o requirements/runtime.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --extra embedded --extra otel --group dev \
 	  -c requirements/runtime.lock pyproject.toml requirements/build.in -o requirements/dev.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+	  -c requirements/dev.lock requirements/build.in -o requirements/build.lock
 
 clean:
 	if [ -x $(BIN)/crmctl ]; then $(BIN)/crmctl dev down || true; fi

@@ -77,6 +77,11 @@ def test_every_command_is_in_the_readme() -> None:
 def test_every_job_has_a_runbook_and_its_links_lead_somewhere() -> None:
     for job in NAMES:
         assert (ROOT / "runbooks" / f"{job}.md").is_file()
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runbooks/*.md")]:
+    for page in [
+        ROOT / "README.md",
+        ROOT / "deploy" / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("runbooks/*.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
