@@ -27,6 +27,11 @@ def statements(tx: Transaction, settings: Bitrix24Settings) -> dict[str, str]:
     return tables.fill({name: text for name, text in raw.items() if name != "row"}, row=row)
 
 
+def figures(tx: Transaction, settings: Bitrix24Settings, ttl: timedelta = timedelta(hours=1)) -> dict[str, int]:
+    """Return {stale_count, unclear_count, anomaly_count} of the installations that are `new`."""
+    return dict(tx.one(statements(tx, settings)["figures"], {"zone": settings.php_timezone, "ttl": ttl}))
+
+
 def query(tx: Transaction, settings: Bitrix24Settings, options: Options) -> dict[str, Any]:
     """Return `{"installations": [{installation_id, status, account_status, age_seconds, stale, verdict, …}]}`."""
     params = {

@@ -116,6 +116,11 @@ select (
         )
 ) as lost_count
 
+-- name: state
+-- Changes with every row that is written; who counted before need not count again while it is the same.
+select count(*) as row_count, max(r.resolved_at) as last_at
+from crm.dlq_resolutions r
+
 -- name: deal
 -- The deal of a letter as it is now.
 select d.id, d.tenant_id, d.status, d.chat_status, d.deleted_at, d.updated_at, p.topic_id, p.partition, p."offset"

@@ -31,6 +31,15 @@ where i.status <> 'deleted'
 order by i.created_at_utc, i.id
 limit %(limit)s
 
+-- name: figures
+-- How many wait for their finish step beyond the TTL, and what the sweep last found of those that wait.
+select count(*) filter (where i.created_at_utc at time zone %(zone)s <= now() - %(ttl)s::interval) as stale_count,
+       count(*) filter (where c.verdict = 'unclear') as unclear_count,
+       count(*) filter (where c.verdict = 'anomaly') as anomaly_count
+from {installations} i
+left join crm.installation_checks c on c.installation_id = i.id
+where i.status = 'new'
+
 -- name: show
 -- One installation with its account. By primary keys.
 select {row},
