@@ -24,7 +24,7 @@ from crmctl.migrations import heads
 from tests.chat_status_support import hour_ago_ms
 from tests.expire_support import Connection, expire, finish, insert_due, rows, wait_until
 from tests.kafka_fixtures import Kafka, Outgoing, create_topic
-from tests.relay_support import insert_event
+from tests.relay_support import insert_event, run_forked
 from tests.roles_support import Roles
 from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
 
@@ -66,7 +66,10 @@ class World:
     def run(self, *args: str, url: str | None = None, env: Mapping[str, str] | None = None) -> CallResult:
         """Run a command and hold it to its time."""
         started = time.monotonic()
-        result = run_crmctl(*args, database=url or self.database, env=self.env | dict(env or {}))
+        environment = self.env | dict(env or {})
+        # The clock is faked at the start of a process; everything else spares itself that start.
+        run = run_crmctl if "PYTHONPATH" in environment else run_forked
+        result = run(*args, database=url or self.database, env=environment)
         assert time.monotonic() - started < SECONDS
         assert "Traceback" not in result.stderr
         return result
@@ -103,7 +106,7 @@ def world(database: Database, broker: KafkaServer) -> World:
 def test_a_healthy_system_is_0_and_every_check_is_there(world: World) -> None:
     insert_due(world.connection)
     result = world.run("doctor", "-o", "json")
-    assert result.exit_code == 0, result.json
+    assert result.exit_code == 0, result
     checks = {check["name"]: check["result"] for check in result.json["checks"]}
     assert tuple(checks) == ("settings", *examine_database.CHECKS, *examine_kafka.CHECKS)
     assert set(checks.values()) <= {"ok", "skipped"}

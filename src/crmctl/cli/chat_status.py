@@ -103,7 +103,9 @@ def rewind(
 
         chat = command.settings.chat_status
         client = kafka.admin(command.settings.kafka, command.log)
-        moves = job.plan(client, chat.group, chat.topic, where, partition or ())
+        reader = kafka.consumer(command.settings.kafka, command.log, group=chat.group)
+        moves = job.plan(client, reader, chat.group, chat.topic, where, partition or ())
+        reader.close()
         if not yes:
             summary = ", ".join(f"{m.partition}: {output.cell(m.old)} to {m.new}" for m in moves)
             command.confirm(f"Move group {chat.group} on {chat.topic} ({summary})?")

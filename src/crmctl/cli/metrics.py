@@ -61,12 +61,13 @@ def serve(
             return Database(dsn, limits, application_name="crmctl metrics serve")
 
         def letters() -> TopicReader:
-            member = kafka.consumer(settings.kafka, command.log, group=chat.dlq_group, enable_partition_eof=True)
-            return TopicReader.open(member, client, chat.dlq_topic, command.log)
+            reader = kafka.consumer(settings.kafka, command.log, group=chat.dlq_group, enable_partition_eof=True)
+            return TopicReader.open(reader, client, chat.dlq_topic, command.log)
 
         main, portals = database(), database(settings.installations_database_url)
         client = kafka.admin(command.settings.kafka, command.log)
-        cluster = job.Cluster(client, chat.group, chat.topic)
+        member = kafka.consumer(settings.kafka, command.log, group=chat.group)
+        cluster = job.Cluster(client, member, chat.topic)
         source = job.Exporter(
             {
                 "database": lambda: job.read_database(main),

@@ -106,13 +106,17 @@ def _topics(client: AdminClient, chat: ChatStatusSettings) -> Check:
 
 
 def _group(part: Part, client: AdminClient, look: Look) -> Check:
-    chat = look.chat
-    found = figures.partitions(client, chat.group, chat.topic)
+    chat, reader = look.chat, look.reader()
+    found = figures.partitions(client, reader, chat.topic)
     if not found:
         return skipped("group", f"topic {chat.topic} does not exist")
     members = groups.member_count(client, chat.group)
     unread = {place.partition: max(place.committed_offset or 0, place.log_start_offset) for place in found if place.lag}
-    oldest = _oldest_seconds(look.reader(), chat.topic, unread) if unread else 0.0
+    oldest = 0.0
+    if unread:
+        oldest = _oldest_seconds(reader, chat.topic, unread)
+    else:
+        reader.close()
     part.figures["group"] = GroupFigures(chat.group, members, round(oldest, 3), found)
     if lost := [place for place in found if place.headroom is not None and place.headroom < 0]:
         raise _lost(lost, chat)

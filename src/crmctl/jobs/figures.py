@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import groups
@@ -136,8 +137,8 @@ def jobs(tx: Transaction) -> list[JobFigures]:
     return [JobFigures(**{name: value for name, value in row.items() if name != "command"}) for row in rows]
 
 
-def partitions(client: AdminClient, group: str, topic: str) -> list[PartitionFigures]:
-    """Read the consumer group's place in each partition; none where the topic does not exist.
+def partitions(client: AdminClient, reader: Consumer, topic: str) -> list[PartitionFigures]:
+    """Read the place of the reader's group in each partition; none where the topic does not exist.
 
     Raises UnavailableError or ConfigurationError.
     """
@@ -146,5 +147,5 @@ def partitions(client: AdminClient, group: str, topic: str) -> list[PartitionFig
         return []
     first = groups.offsets(client, topic, numbers, "earliest")
     ends = groups.offsets(client, topic, numbers, "latest")
-    committed = groups.committed(client, group, topic)
+    committed = groups.committed(reader, topic, numbers)
     return [PartitionFigures(n, committed.get(n), first[n], ends[n]) for n in numbers]

@@ -12,6 +12,7 @@ from threading import Lock, Thread
 from typing import Final
 
 import psycopg
+from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -32,10 +33,10 @@ TIMEOUT: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What the collectors of Kafka look at."""
+    """What the collectors of Kafka look at; `reader` asks for its group's offsets and never joins."""
 
     client: AdminClient
-    group: str
+    reader: Consumer
     topic: str
 
 
@@ -104,7 +105,7 @@ def group(cluster: Cluster) -> Iterator[Metric]:
         "Committed offset minus log start: 0 or less after the log has moved means records were lost unread",
         "partition",
     )
-    for partition in figures.partitions(cluster.client, cluster.group, cluster.topic):
+    for partition in figures.partitions(cluster.client, cluster.reader, cluster.topic):
         lag.add_metric([str(partition.partition)], partition.lag)
         if partition.headroom is not None:
             headroom.add_metric([str(partition.partition)], partition.headroom)
