@@ -6,6 +6,7 @@ read first without locks, then update by id what has changed, in one transaction
 
 import secrets
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -308,17 +309,31 @@ class Library:
         self.flush(unit)
         return True
 
-    def flush(self, unit: Unit) -> None:
-        """Write what has changed by id, without looking at the status, in one transaction."""
-        with self._connection.transaction():
-            self.write(unit)
+    def flush(self, unit: Unit, *, pause: float = 0.0, account_first: bool = False) -> None:
+        """Write what has changed by id, without looking at the status, in one transaction.
 
-    def write(self, unit: Unit) -> None:
+        `pause` (seconds) is made after each update, with the locks held.
+        """
+        with self._connection.transaction():
+            self.write(unit, pause=pause, account_first=account_first)
+
+    def write(self, unit: Unit, *, pause: float = 0.0, account_first: bool = False) -> None:
         """The updates of a flush, in the transaction that is open."""
+        updates = [
+            ("b24lib_bitrix24_accounts", "updated_at_utc", account_id, changes)
+            for account_id, changes in unit.accounts.items()
+        ]
         if unit.installation:
-            self._update("b24lib_application_installations", "update_at_utc", unit.installation_id, unit.installation)
-        for account_id, changes in unit.accounts.items():
-            self._update("b24lib_bitrix24_accounts", "updated_at_utc", account_id, changes)
+            installation = (
+                "b24lib_application_installations",
+                "update_at_utc",
+                unit.installation_id,
+                unit.installation,
+            )
+            updates.insert(len(updates) if account_first else 0, installation)
+        for update in updates:
+            self._update(*update)
+            time.sleep(pause)
 
     def _update(self, table: str, moment: str, row_id: UUID, changes: Mapping[str, object]) -> None:
         self._connection.execute(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -615,6 +616,29 @@ class TestBetweenClaimAndApply:
 def take_over(connection: psycopg.Connection[Any]) -> None:
     """As another run does whose claim came after the lease had run out."""
     connection.execute("update crm.installation_checks set claimed_by = %s", (UUID(int=5),))
+
+
+def test_the_grants_of_the_page_are_enough_and_no_others_are_needed(
+    database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "stale-installations.md").read_text()
+    grants = page.split("```sql\n")[1].split("```")[0]
+    connection.execute("create role crmctl_sweeper nologin")
+    try:
+        connection.execute("revoke all on schema public from public")
+        connection.execute("grant usage on schema public to crmctl_sweeper")
+        connection.execute(grants.replace("ROLE", "crmctl_sweeper").encode())
+        pair = insert_pair(connection, token_age=HOUR)
+        let_renew(portal, pair)
+        portal.portals[pair.domain] = app_info(installed=True)
+        as_role = Database(f"{database.url}{'&' if '?' in database.url else '?'}options=-crole%3Dcrmctl_sweeper")
+        result = verify(as_role, portal)
+        assert result.exit_code == 0, result.stderr
+        assert statuses(connection, pair) == ("blocked", "blocked")
+        assert scalar(connection, "select count(*) from crm.job_runs where outcome = 'committed'") == 1
+    finally:
+        connection.execute("drop owned by crmctl_sweeper")
+        connection.execute("drop role crmctl_sweeper")
 
 
 class TestPaceAndTime:
