@@ -71,7 +71,14 @@ class World:
         make_topic = self.fixture("make_topic")
         assert callable(make_topic)
         maker: MakeTopic = make_topic
-        chat = Chat.make(self.kafka, self.database, maker, partitions=CHAT_STATUS_TOPIC.partitions)
+        chat = Chat.make(
+            self.kafka,
+            self.database,
+            maker,
+            partitions=CHAT_STATUS_TOPIC.partitions,
+            dlq_partitions=CHAT_STATUS_DLQ_TOPIC.partitions,
+            dlq_config=CHAT_STATUS_DLQ_TOPIC.config,
+        )
         self.env |= chat.env
         settings = ChatStatusSettings()
         self.aliases += [
@@ -137,6 +144,37 @@ def overdue_bookings(world: World) -> None:
     insert_booking(connection)
     insert_booking(connection, status="AwaitingPayment")
     insert_booking(connection, status="Booked")
+
+
+@state("a job that failed", real_kafka=True)
+def failed_job(world: World) -> None:
+    """Bookings are due, and the last run of expire-bookings was rolled back."""
+    nothing_to_do(world)
+    overdue_bookings(world)
+    world.connection.execute("""
+        insert into crm.job_runs
+            (run_id, batch, job, actor, started_at, finished_at, outcome, error_code, error, version, host)
+        values
+            (gen_random_uuid(), 1, 'expire-bookings', 'system', now(), now(), 'failed', 'CRMCTL_TRY_AGAIN',
+             'waited too long for a lock', '0.1.0', 'expire-bookings-29738211-x7k2p')
+    """)
+
+
+@state("a paused job")
+def paused_job(world: World) -> None:
+    """Somebody has paused relay-outbox."""
+    _ = world.database
+    world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded'")
+
+
+@state("no roles yet")
+def no_roles_yet(world: World) -> None:
+    """No role of crmctl's; roles belong to the server, so this scenario's have a prefix of their own."""
+    _ = world.database
+    prefix = f"r{uuid.uuid4().hex[:8]}_"
+    world.env["CRMCTL_DATABASE__ROLE_PREFIX"] = prefix
+    world.names |= {"crmctl_bookings": f"{prefix}bookings", "crm_expire": f"{prefix}login", "crm_stage_": f"s{prefix}"}
+    world.aliases += [(f"s{prefix}", "crm_stage_"), (prefix, "crmctl_")]
 
 
 @state("poison bookings")

@@ -8,18 +8,24 @@ The convention, which docs/architecture.md explains to whoever writes a page:
   up to the next such comment go on in the same world.
 - Capitals in a command stand for what the operator fills in; the state says what that is.
 - `…` on a line of its own stands for any lines. Ids, moments and durations are compared as such, whatever they are.
-- `<!-- waits for: COMMAND -->` above a block: crmctl does not have that command yet, so the block is skipped.
+- `<!-- waits for: COMMAND -->` above a block: it is skipped until crmctl has that command.
 - Blocks without a crmctl command (kubectl, psql) are not run. SQL blocks are, for their syntax and names.
 """
 
+import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from crmctl.cli.app import app
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "runbooks").glob("*.md"))]
@@ -135,8 +141,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    """Whether the tests run it: a console with a crmctl command in it, or SQL."""
-    if block.waits_for is not None:
+    """Whether the tests run it: a console with a crmctl command in it, or SQL, unless it waits for a command."""
+    if block.waits_for is not None and block.waits_for not in command_paths():
         return False
     return block.language == "sql" or any(command.is_ours for command in block.commands)
 
@@ -145,13 +151,26 @@ def scenarios(page: Path) -> list[Scenario]:
     """What there is to run on a page, in its order."""
     found: list[Scenario] = []
     for block in blocks(page):
-        if not is_run(block):
-            continue
         if block.state is not None:
             found.append(Scenario(page, block.state))
-        assert found, f"{page.name}:{block.line}: no state is named above the first block that is run"
-        found[-1].blocks.append(block)
-    return found
+        if is_run(block):
+            assert found, f"{page.name}:{block.line}: no state is named above the first block that is run"
+            found[-1].blocks.append(block)
+    return [scenario for scenario in found if scenario.blocks]
+
+
+@functools.cache
+def command_paths() -> frozenset[str]:
+    """Every command that crmctl has, as `bookings expire`."""
+
+    def walk(command: object, path: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(command, TyperGroup):
+            for name, child in command.commands.items():
+                yield from walk(child, (*path, name))
+        else:
+            yield " ".join(path)
+
+    return frozenset(walk(typer.main.get_command(app), ()))
 
 
 def crmctl_commands(block: Block) -> list[str]:
