@@ -93,7 +93,7 @@ def preview_consumer(command: Command, batch_size: int) -> dict[str, object]:
     reader = TopicReader.open(member, client, chat.topic, command.log)
     database = command.database(f"crmctl {JOB_NAME}")
     try:
-        committed = groups.committed(client, chat.group, chat.topic)
+        committed = groups.committed(member, chat.topic, reader.first)
         totals = query(database.begin(), reader, chat.group, committed, batch_size)
     finally:
         database.rollback()
