@@ -227,22 +227,34 @@ class TestUnclearOnes:
     def test_they_back_off_and_end_after_the_unclear_ttl(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
-        pair = insert_pair(connection, age=31 * DAY)
+        pair = insert_pair(connection, age=29 * DAY)
         portal.portals[pair.domain] = error("PORTAL_DELETED")
         pauses = []
-        for attempts in (1, 2):
+        for attempts in (1, 2, 3):
             assert verdict_of(verify(database, portal)) == ("unclear", "PORTAL_DELETED", "left")
             row = check(connection, pair)
             assert row["attempts"] == attempts
             pauses.append(row["next_check_at"] - row["last_checked_at"])
             assert verify(database, portal).json["checked_count"] == 0
             make_due(connection)
-        assert pauses == [timedelta(minutes=15), timedelta(minutes=30)]
+        assert pauses == [timedelta(minutes=15), timedelta(minutes=30), timedelta(hours=1)]
+        connection.execute(
+            "update b24lib_application_installations set created_at_utc = created_at_utc - interval '1 day'"
+        )
         result = verify(database, portal)
         assert verdict_of(result) == ("unclear", "PORTAL_DELETED", "blocked")
         assert statuses(connection, pair) == ("blocked", "blocked")
         assert result.json["installations"][0]["ttl_seconds"] == 30 * 86_400
         assert_audit(connection, pair.installation_id, result)
+
+    def test_the_unclear_ttl_is_an_option(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection, age=2 * DAY)
+        portal.portals[pair.domain] = Reply(500)
+        assert verdict_of(verify(database, portal, "--unclear-ttl", "49h"))[2] == "left"
+        make_due(connection)
+        assert verdict_of(verify(database, portal, "--unclear-ttl", "47h"))[2] == "blocked"
 
     def test_a_good_answer_begins_the_count_anew(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

@@ -246,8 +246,6 @@ SHORTEST_TTL: Final = timedelta(minutes=5)
 _FIRST_BACKOFF: Final = timedelta(minutes=15)
 _LONGEST_BACKOFF: Final = timedelta(hours=24)
 _UNFINISHED_PAUSE: Final = timedelta(hours=1)
-# One bad answer on the thirtieth day does not end an install that nobody had asked about before.
-_UNCLEAR_ANSWERS: Final = 3
 
 
 def anomaly(pair: Pair) -> Finding | None:
@@ -280,7 +278,7 @@ def decide(pair: Pair, finding: Finding, policy: Policy, *, attempts: int) -> De
         raise ValueError(f"installation {pair.installation_id} is not stale")
     finding = anomaly(pair) or finding
     ttl = _ttl(finding.verdict, policy)
-    transition = _transition(pair, finding.verdict, policy, ttl, attempts)
+    transition = _transition(pair, finding.verdict, policy, ttl)
     if transition is not None:
         return Decision(pair, finding, ttl, attempts, transition)
     pause = _UNFINISHED_PAUSE if finding.verdict is Verdict.UNFINISHED else backoff(attempts)
@@ -302,15 +300,13 @@ def _ttl(verdict: Verdict, policy: Policy) -> timedelta:
     return policy.unclear_ttl if verdict is Verdict.UNCLEAR else policy.ttl
 
 
-def _transition(pair: Pair, verdict: Verdict, policy: Policy, ttl: timedelta, attempts: int) -> Transition | None:
+def _transition(pair: Pair, verdict: Verdict, policy: Policy, ttl: timedelta) -> Transition | None:
     if policy.action is Action.ALERT or verdict is Verdict.ANOMALY:
         return None
     if verdict is Verdict.NOT_VERIFIED:
         return CASCADE if policy.action is Action.DELETE else BLOCK
     if verdict is Verdict.NOT_INSTALLED:
         return CASCADE
-    if verdict is Verdict.UNCLEAR and attempts < _UNCLEAR_ANSWERS:
-        return None
     return BLOCK if pair.age >= ttl else None
 
 
