@@ -586,6 +586,19 @@ class TestBetweenClaimAndApply:
         assert [request.host for request in portal.requests] == [elsewhere.domain]
         assert statuses(connection, second) == ("new", "new")
 
+    def test_an_apply_that_fails_gives_its_claims_back(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection)
+        portal.portals[pair.domain] = error("NOT_INSTALLED")
+        with psycopg.connect(database.url) as holder:
+            holder.execute("lock table b24lib_journal in exclusive mode")
+            result = verify(database, portal, CRMCTL_DATABASE__LOCK_TIMEOUT="300ms")
+        assert (result.exit_code, result.json["error"]["code"]) == (75, "CRMCTL_TRY_AGAIN")
+        assert statuses(connection, pair) == ("new", "new")
+        assert [(run["outcome"], run["error_code"]) for run in runs(connection)] == [("failed", "CRMCTL_TRY_AGAIN")]
+        assert verify(database, portal).json["deleted_count"] == 1
+
     def test_two_sweeps_at_once_ask_each_portal_once(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
