@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from crmctl.domain.installation_reasons import Reason, explain
 from crmctl.domain.installations import (
     BLOCK,
     CASCADE,
@@ -19,14 +20,12 @@ from crmctl.domain.installations import (
     Pair,
     Path,
     Policy,
-    Reason,
     Status,
     Transition,
     Verdict,
     anomaly,
     backoff,
     decide,
-    explain,
     unclear,
 )
 
