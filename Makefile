@@ -27,8 +27,9 @@ $(STAMP): requirements/dev.lock pyproject.toml
 demo: $(STAMP)
 	$(BIN)/crmctl demo
 
+# Two at a time, file by file: the tests mostly wait, for servers that they start, stop and kill.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -13,7 +13,8 @@ from crmctl.dev.messenger import ChatStatusChanged
 from tests.chat_status_support import Chat
 from tests.expire_support import rows
 from tests.kafka_fixtures import Outgoing, Record
-from tests.support import CallResult, run_crmctl, start_crmctl
+from tests.relay_support import run_forked
+from tests.support import CallResult, start_crmctl
 
 NOT_FOUND = "CRM_DEAL_NOT_FOUND"
 MISMATCH = "CRM_CHAT_STATUS_TENANT_MISMATCH"
@@ -84,7 +85,7 @@ def place(record: Record) -> str:
 
 def dlq(chat: Chat, *args: str, env: Mapping[str, str] | None = None, form: str = "json") -> CallResult:
     """Run a `crmctl dlq …` to its end."""
-    return run_crmctl("dlq", *args, "-o", form, database=chat.database, env=chat.env | dict(env or {}))
+    return run_forked("dlq", *args, "-o", form, database=chat.database, env=chat.env | dict(env or {}))
 
 
 def replayed(chat: Chat, *args: str) -> dict[str, Any]:

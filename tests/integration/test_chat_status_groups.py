@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
@@ -234,7 +234,9 @@ def test_a_rewind_that_a_member_forestalls_is_refused_too(chat: Chat) -> None:
     deal = chat.deal()
     chat.send(deal.event("Ready"), partition=0)
     client = AdminClient({"bootstrap.servers": chat.kafka.bootstrap_servers})
-    planned = job.plan(client, chat.group, chat.topic, "earliest", ())
+    reader = Consumer({"bootstrap.servers": chat.kafka.bootstrap_servers, "group.id": chat.group})
+    planned = job.plan(client, reader, chat.group, chat.topic, "earliest", ())
+    reader.close()
     with chat.running() as consumer:
         wait_until(lambda: chat.status(deal) == "Ready", "the consumer to be at work")
         with pytest.raises(Exception, match="still has") as caught:

@@ -664,6 +664,7 @@ def test_every_statement_of_the_ledger_uses_an_index(chat: Chat) -> None:
         "partitions": [0, 1],
         "offsets": [5, 6],
         "first": [0, 0],
+        "last": [9, 9],
     }
     for name in ("floors", "rows", "closed_sources"):
         plan = chat.connection.execute(("explain " + STATEMENTS[name]).encode(), params).fetchall()

@@ -1,8 +1,9 @@
 """A consumer group as its operators see it: offsets, ends, members; and how it is moved."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from confluent_kafka import (
     Consumer,
@@ -17,18 +18,29 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from crmctl.adapters import kafka
 from crmctl.domain.errors import GroupActiveError
 
+T = TypeVar("T")
+
 _CALL_SECONDS: Final = 10.0
 _READ_SECONDS: Final = 5.0
+# The group's coordinator is starting, or has just moved.
+_MOVING: Final = frozenset(
+    {KafkaError.COORDINATOR_LOAD_IN_PROGRESS, KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.NOT_COORDINATOR}
+)
+_MOVING_SECONDS: Final = 0.2
 
 
-def committed(client: AdminClient, group: str, topic: str) -> dict[int, int]:
-    """The committed offsets by partition; those without one are missing."""
+def committed(reader: Consumer, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+    """The committed offsets of the reader's group by partition, without joining it; those without one are missing.
+
+    Not asked through an admin client: librdkafka (2.16 too) ends the process when the group's coordinator has
+    just moved or is still loading (confluentinc/librdkafka#5040).
+    """
     try:
-        request = [ConsumerGroupTopicPartitions(group)]
-        result = client.list_consumer_group_offsets(request, request_timeout=_CALL_SECONDS)[group].result()
+        asked = [TopicPartition(topic, number) for number in partitions]
+        found = _once_settled(lambda: reader.committed(asked, timeout=_CALL_SECONDS))
     except KafkaException as error:
         raise kafka.unavailable(error.args[0]) from None
-    return {p.partition: p.offset for p in result.topic_partitions or () if p.topic == topic and p.offset >= 0}
+    return {entry.partition: entry.offset for entry in found if entry.offset >= 0}
 
 
 def offsets(client: AdminClient, topic: str, partitions: Iterable[int], at: str | datetime) -> dict[int, int]:
@@ -56,16 +68,23 @@ def partitions(client: AdminClient, topic: str) -> list[int]:
     return sorted(found.partitions) if found is not None else []
 
 
-def check_empty(client: AdminClient, group: str) -> None:
-    """Raise GroupActiveError while the group has members."""
+def member_count(client: AdminClient, group: str) -> int:
+    """How many members the group has; 0 where there is no such group."""
     try:
-        description = client.describe_consumer_groups([group], request_timeout=_CALL_SECONDS)[group].result()
+        description = _once_settled(
+            lambda: client.describe_consumer_groups([group], request_timeout=_CALL_SECONDS)[group].result()
+        )
     except KafkaException as error:
         if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
-            return
+            return 0
         raise kafka.unavailable(error.args[0]) from None
-    if description.members:
-        raise _active(group, len(description.members))
+    return len(description.members)
+
+
+def check_empty(client: AdminClient, group: str) -> None:
+    """Raise GroupActiveError while the group has members."""
+    if members := member_count(client, group):
+        raise _active(group, members)
 
 
 def move(client: AdminClient, group: str, topic: str, to: Mapping[int, int]) -> None:
@@ -98,6 +117,18 @@ def timestamps(consumer: Consumer, topic: str, at: Mapping[int, int]) -> dict[in
     finally:
         consumer.close()
     return found
+
+
+def _once_settled(call: Callable[[], T]) -> T:
+    """Make a call again, for some seconds, while the group's coordinator is on its way."""
+    end = time.monotonic() + _READ_SECONDS
+    while True:
+        try:
+            return call()
+        except KafkaException as error:
+            if error.args[0].code() not in _MOVING or time.monotonic() > end:
+                raise
+            time.sleep(_MOVING_SECONDS)
 
 
 def _active(group: str, members: int | None) -> GroupActiveError:

@@ -123,6 +123,11 @@ def consumer(settings: KafkaSettings, log: Log, *, group: str, **options: str | 
     )
 
 
+def is_mock(cluster_id: str | None) -> bool:
+    """Whether a cluster is librdkafka's mock (laptops without Java): it knows no topic ids, settings or groups."""
+    return (cluster_id or "").startswith("mockCluster")
+
+
 def existing_topics(
     client: Producer | AdminClient | Consumer, stopping: Callable[[], bool] = lambda: False
 ) -> frozenset[str]:

@@ -32,7 +32,7 @@ Params = Mapping[str, object]
 RETRYABLE: Final = frozenset({"40001", "40P01"})
 # Classes of SQLSTATE that blame the data of a statement, not the server or another session.
 _DATA_ERROR_CLASSES: Final = frozenset({"22", "23", "27", "44", "P0"})
-_MAX_CLOCK_DIFFERENCE: Final = timedelta(hours=1)
+MAX_CLOCK_DIFFERENCE: Final = timedelta(hours=1)
 _BEGIN: Final = load("session")["begin"]
 
 # libpq reports a failed connection as text only.
@@ -291,7 +291,7 @@ def _check_server(*, in_recovery: bool, read_only: bool, clock: float) -> None:
             hint="look at default_transaction_read_only of the server, the database and the role",
         )
     difference = timedelta(seconds=abs(clock - time.time()))
-    if difference > _MAX_CLOCK_DIFFERENCE:
+    if difference > MAX_CLOCK_DIFFERENCE:
         raise ConfigurationError(
             f"the clocks of PostgreSQL and of this host differ by {round(difference.total_seconds() / 60)} minutes",
             hint="expiry is final: find out which clock is wrong before anything expires",

@@ -1,6 +1,6 @@
 """A Kafka record as it is in its topic, byte for byte, and what the cluster says of the topic."""
 
-from typing import Final, NamedTuple
+from typing import NamedTuple, cast
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -10,9 +10,6 @@ from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import ConfigurationError
 
 Headers = tuple[tuple[str, bytes | None], ...]
-
-# librdkafka's mock cluster (laptops without Java) knows no topic ids, and answers no question about them.
-_MOCK: Final = "mockCluster"
 
 
 class RawRecord(NamedTuple):
@@ -38,7 +35,7 @@ def describe_topic(admin: AdminClient, name: str, seconds: float) -> Topic:
     """Look a topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
     try:
         cluster = admin.list_topics(name, timeout=seconds)
-        if (cluster.cluster_id or "").startswith(_MOCK):
+        if kafka.is_mock(cluster.cluster_id):
             return Topic(name, "mock", len(cluster.topics[name].partitions))
         futures = admin.describe_topics(TopicCollection([name]), request_timeout=seconds)
         description = futures[name].result()
@@ -59,7 +56,7 @@ def raw_record(message: Message, position: Position, topic: str) -> RawRecord:
         topic=topic,
         key=_bytes(message.key()),
         value=_bytes(message.value()),
-        headers=tuple((name, _bytes(value)) for name, value in _pairs(message)),
+        headers=_headers(message),
         timestamp_ms=timestamp if kind else -1,
     )
 
@@ -68,9 +65,9 @@ def _bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
 
 
-def _pairs(message: Message) -> list[tuple[str, str | bytes | None]]:
+def _headers(message: Message) -> Headers:
     try:
         headers = message.headers() or []
     except (UnicodeDecodeError, SystemError):  # a name that is not UTF-8: the client gives none of them
-        return []
-    return list(headers.items()) if isinstance(headers, dict) else headers
+        return ()
+    return tuple(cast("list[tuple[str, bytes | None]]", headers))  # those of a record that was read are bytes

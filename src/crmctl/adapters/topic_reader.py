@@ -20,6 +20,7 @@ from crmctl.telemetry.logs import Log
 
 _CALL_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
+_MIRROR_SECONDS: Final = 1.0
 # Nothing at all for so long, before the end of the topic: the broker is asked whether it is still there.
 _SILENCE_SECONDS: Final = 10.0
 
@@ -36,6 +37,9 @@ class TopicReader:
     ends: dict[int, int]
     log: Log
     _at: dict[int, int] = field(default_factory=dict)
+    _done: Offsets = field(default_factory=dict)
+    _mirrored: Offsets = field(default_factory=dict)
+    _mirrored_at: float = 0.0
 
     @classmethod
     def open(cls, consumer: Consumer, admin: AdminClient, name: str, log: Log) -> "TopicReader":
@@ -75,17 +79,28 @@ class TopicReader:
                 silent_since = time.monotonic()
         return records, dict(self._at)
 
-    def commit(self, offsets: Offsets) -> None:
-        """Let the group's committed offsets show how far all is done, for those who watch its lag; best effort."""
+    def mirror(self, offsets: Offsets) -> None:
+        """Let the group's committed offsets show how far all is done, for those who watch its lag.
+
+        At most once a second, and when the reader is closed; best effort.
+        """
+        self._done = offsets
+        if time.monotonic() - self._mirrored_at >= _MIRROR_SECONDS:
+            self._commit(offsets)
+
+    def close(self) -> None:
+        """Show how far all is done, and close the connection."""
+        if self._done != self._mirrored:
+            self._commit(self._done)
+        self.consumer.close()
+
+    def _commit(self, offsets: Offsets) -> None:
+        self._mirrored, self._mirrored_at = offsets, time.monotonic()
         target = [TopicPartition(self.topic.name, number, offset) for number, offset in offsets.items()]
         try:
             self.consumer.commit(offsets=target, asynchronous=False)
         except KafkaException as error:
             self.log.warning("offsets not committed", reason=kafka.describe(error.args[0]))
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.consumer.close()
 
     def _assign(self) -> None:
         self.consumer.assign(

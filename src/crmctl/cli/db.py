@@ -19,12 +19,26 @@ class Only(StrEnum):
     BOOKKEEPING = "bookkeeping"
 
 
+class Which(StrEnum):
+    """The values of `--database`."""
+
+    MAIN = "main"
+    INSTALLATIONS = "installations"
+
+
+Database = Annotated[
+    Which,
+    typer.Option(help="`installations`: the one of CRMCTL_INSTALLATIONS_DATABASE_URL, where that is another one."),
+]
+
+
 @app.command()
 def upgrade(
     only: Annotated[
         Only | None,
         typer.Option(help="Only one part; `bookkeeping` where the CRM itself owns the core tables."),
     ] = None,
+    database: Database = Which.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Create or upgrade the schema, in one transaction. Safe to run again, and by several at once.
@@ -33,12 +47,15 @@ def upgrade(
     Examples:
       crmctl db upgrade
       crmctl db upgrade --only bookkeeping
+      crmctl db upgrade --database installations
     """
     from crmctl.cli.run import Command
 
     with Command(form) as command:
         from crmctl.adapters import migrations
 
+        if database is Which.INSTALLATIONS:
+            command.use_installations_database()
         applied = migrations.upgrade(
             command.dsn(), only=None if only is None else only.value, settings=command.settings.database
         )
@@ -46,17 +63,71 @@ def upgrade(
 
 
 @app.command()
-def check(form: Output = output.Format.TABLE) -> None:
-    """Say whether this crmctl fits the database's schema: exit 0, or 78 when the schema is behind.
+def check(database: Database = Which.MAIN, form: Output = output.Format.TABLE) -> None:
+    """Say whether this crmctl fits the database's schema: exit 0, or 78 when it does not.
+
+    Its own tables by their revision; the CRM's core tables by columns, types and the four indexes of bookings, whoever
+    created them.
 
     \b
     Example:
       crmctl db check -o json
     """
-    from crmctl.cli.run import View, run_query
-    from crmctl.jobs import check_schema as job
+    from crmctl.cli.run import Command
 
-    run_query("db check", job.query, View(form, _render_check))
+    with Command(form) as command:
+        from crmctl.cli.exits import Exit
+        from crmctl.jobs import check_schema as job
+
+        if database is Which.INSTALLATIONS:
+            command.use_installations_database()
+        connection = command.database("crmctl db check")
+        document = job.query(connection.begin(read_only=True))
+        connection.rollback()
+        command.report(document, _render_check)
+        if document["faults"]:
+            command.log.error("the core tables fall short of their contract", faults=document["faults"])
+            command.exit(Exit.CONFIGURATION)
+
+
+@app.command()
+def roles(
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="PREFIX", help="What their names begin with. Default: CRMCTL_DATABASE__ROLE_PREFIX."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")] = False,
+    form: Output = output.Format.TABLE,
+) -> None:
+    """Create the least-privilege roles, or bring their grants up to date, in one transaction.
+
+    One group role for each kind of work (bookings, relay, chat, installations, dead_letters, maintenance) and one that
+    reads only. None of them can log in: grant them to the users that do. Needs CREATEROLE and the tables' owner.
+
+    \b
+    Examples:
+      crmctl db roles --dry-run
+      crmctl db roles
+    """
+    from crmctl.cli.run import Command
+
+    with Command(form) as command:
+        from crmctl.jobs import roles as job
+
+        command.kind = None
+        database = command.database("crmctl db roles")
+        tx = database.begin()
+        statements = job.plan(tx, prefix or command.settings.database.role_prefix)
+        if dry_run:
+            database.rollback()
+        else:
+            job.apply(tx, statements)
+            database.commit()
+        command.report({"dry_run": dry_run, "statements": statements}, _render_roles)
+
+
+def _render_roles(document: Mapping[str, Any]) -> str:
+    return "".join(f"{statement};\n" for statement in document["statements"]) or "nothing to do\n"
 
 
 def _render_upgrade(document: Mapping[str, Any]) -> str:
@@ -65,4 +136,5 @@ def _render_upgrade(document: Mapping[str, Any]) -> str:
 
 def _render_check(document: Mapping[str, Any]) -> str:
     rows = [(part["part"], part["revision"], part["expected"], part["state"]) for part in document["parts"]]
-    return output.table(("part", "revision", "expected", "state"), rows)
+    text = output.table(("part", "revision", "expected", "state"), rows)
+    return text + "".join(f"{fault}\n" for fault in document["faults"])

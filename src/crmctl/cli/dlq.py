@@ -1,5 +1,6 @@
 """`crmctl dlq …`: list, show, replay, discard."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,8 @@ def replay(
             rate=None if dry_run else rate,
             max_attempts=max_attempts,
         )
+        # What is loaded by now stays; the collector need not walk through it again with every few batches.
+        gc.freeze()
         with _bar(reader) as advance:
             command.run(
                 job.job(reader, _operator(), advance),
@@ -277,6 +280,8 @@ def _bar(reader: "TopicReader") -> "Iterator[Callable[[Progress], None]]":
             left = reader.total(progress.at or {})
             total = total or left + progress.tried_count
             bar.update(task, total=total, completed=total - left)
+            if not progress.more:
+                bar.stop()  # before the result is printed
 
         yield advance
 

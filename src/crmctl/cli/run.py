@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Generic, NoReturn, TypeVar
 from uuid import UUID, uuid4
 
@@ -29,6 +29,7 @@ from crmctl.adapters.postgres import Database, Transaction
 from crmctl.cli import output
 from crmctl.cli.exits import Exit, exit_code
 from crmctl.cli.signals import Interrupted, Interrupts
+from crmctl.domain import jobs
 from crmctl.domain.errors import (
     ConfigurationError,
     CrmctlError,
@@ -37,7 +38,10 @@ from crmctl.domain.errors import (
     UnavailableError,
     UsageError,
 )
+from crmctl.domain.grants import Kind
+from crmctl.jobs import roles
 from crmctl.jobs.job import Budget, Job, Progress, Run
+from crmctl.jobs.job_pauses import Pause, find_pause
 from crmctl.jobs.job_runs import RunRecord
 from crmctl.settings import Settings
 from crmctl.telemetry import logs
@@ -48,6 +52,8 @@ _TRACEPARENT: Final = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Progress)
 _FAILURE_RECORD_TIMEOUT: Final = timedelta(seconds=1)
+# Guards of the look at what the role may do, after a permission was denied.
+_GRANTS_GUARDS: Final = dict.fromkeys(("connect_timeout", "statement_timeout", "lock_timeout"), timedelta(seconds=2))
 # Seconds between two looks at an empty queue, and the longest wait for a server that is away.
 _FOLLOW_PAUSE: Final = 1.0
 _FOLLOW_LONGEST_PAUSE: Final = 60.0
@@ -102,6 +108,9 @@ class Command:
         self.committed: Mapping[str, object] | None = None
         # What this command is about: in its error document, whatever fails.
         self.subject: dict[str, str | int | None] = {}
+        # Whose grants it needs, so that those that are missing can be named; None: more than any of our roles has.
+        self.kind: Kind | None = Kind.READONLY
+        self._explained: tuple[BaseException, BaseException] | None = None
 
     def __enter__(self) -> "Command":
         self.interrupts.install()
@@ -148,6 +157,12 @@ class Command:
             )
         return url.get_secret_value()
 
+    def use_installations_database(self) -> None:
+        """From here on work on the database of bitrix24-php-lib's tables, where it is another one."""
+        url = self.settings.installations_database_url
+        if url is not None:
+            self._settings = self.settings.model_copy(update={"database_url": url})
+
     def database(self, application_name: str, **guards: timedelta) -> Database:
         """The command's database connection, with other guards than the configured ones where given."""
         limits = self.settings.database.model_copy(update=guards)
@@ -159,14 +174,16 @@ class Command:
         run = Run(
             uuid4(), traceparent(), Budget(plan.time_budget), stopping=lambda: self.interrupts.pending is not None
         )
+        self.kind = jobs.kind_of(job.name)
         self.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
         runner = _Runner(self, job, options, run, plan)
         runner.run()
-        progress = runner.progress
-        self.log.info("run finished", **progress.counts(), duration_ms=self.elapsed_ms)
+        progress, paused = runner.progress, runner.pause.document() if runner.pause else {}
+        self.log.info("run finished", **progress.counts(), **paused, duration_ms=self.elapsed_ms)
         if not plan.follow:
-            document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document()}
-            self.report({**document, "duration_ms": self.elapsed_ms}, view.render)
+            document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document(), **paused}
+            render = _render_paused if paused else view.render
+            self.report({**document, "duration_ms": self.elapsed_ms}, render)
         self.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
 
     def report_line(self, document: Mapping[str, Any]) -> None:
@@ -208,9 +225,28 @@ class Command:
         if (signum := self.interrupts.pending) is not None:
             name = signal.Signals(signum).name
             return InterruptedRunError(f"{name} arrived: the open transaction was rolled back", signum=signum)
+        if self._explained is not None and self._explained[0] is error:
+            return self._explained[1]
+        if isinstance(error, psycopg.errors.InsufficientPrivilege) and self.kind is not None:
+            self._explained = error, self._name_missing_grants(error, self.kind)
+            return self._explained[1]
         if isinstance(error, psycopg.Error):
             return postgres.translate(error)
         return error
+
+    def _name_missing_grants(self, error: psycopg.Error, kind: Kind) -> BaseException:
+        """Say which grants of this command's kind of work the role lacks; PostgreSQL names the table only."""
+        limits = self.settings.database.model_copy(update=_GRANTS_GUARDS)
+        try:
+            with postgres.connect(self.dsn(), limits, application_name="crmctl grants") as connection:
+                tx = postgres.Transaction(connection, datetime.now(UTC))
+                missing = roles.lacking(tx, kind)
+                role = connection.info.user
+        except (psycopg.Error, CrmctlError):
+            missing = []
+        if not missing:
+            return postgres.translate(error)
+        return roles.missing_error(role, f"{limits.role_prefix}{kind}", missing, postgres.describe(error))
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Explain a failure on stderr, as the JSON document on stdout where that was asked for, and exit."""
@@ -266,6 +302,8 @@ class _Runner(Generic[O, P]):
         self._warned: set[str] = set()
         self._started_at: datetime | None = None
         self.progress: P = job.start(options)
+        # What ended the run, or what `follow` waits for.
+        self.pause: Pause | None = None
 
     def run(self) -> None:
         """Run the plan; on a failure leave its record, and say what had been committed before it."""
@@ -287,25 +325,29 @@ class _Runner(Generic[O, P]):
     def _commit_batches(self) -> None:
         """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
         while True:
+            self.progress = self._prepared(self.progress)
             self._retrying(self._commit_batch)
             self._command.interrupts.check()
+            if self.pause is not None:
+                return
             if self.progress.failure is not None:
                 raise self.progress.failure
             if not self._plan.drain or not self.progress.more or self._run.budget.spent:
                 return
 
     def _follow(self) -> None:
-        """Commit batch after batch until a signal: at once while there is more, else after a pause.
+        """Commit batch after batch until a signal: at once while there is more, else after a second.
 
-        What is unreachable or busy is waited for, with a growing pause.
+        What is unreachable or busy is waited for, longer each time; so is the end of a pause.
         """
         troubles = 0
         try:
             while True:
-                before = self.progress.counts()
+                before, paused = self.progress.counts(), self.pause
                 try:
                     self._retrying(self._commit_batch)
-                    failure = self.progress.failure
+                    failure = self.progress.failure if self.pause is None else None
+                    self._tell_pause(paused)
                 except (psycopg.Error, CrmctlError) as error:
                     explained = self._command.explain(error)
                     if not isinstance(explained, UnavailableError | TryAgainError):
@@ -319,10 +361,16 @@ class _Runner(Generic[O, P]):
                     pause = min(_FOLLOW_LONGEST_PAUSE, 2.0 ** min(troubles - 1, 10))
                     self._command.log.warning("waiting to try again", reason=str(failure), seconds=pause)
                     time.sleep(pause)
-                elif not self.progress.more:
+                elif self.pause is not None or not self.progress.more:
                     time.sleep(_FOLLOW_PAUSE)
         except Interrupted:
             return
+
+    def _tell_pause(self, before: Pause | None) -> None:
+        if self.pause is not None and before is None:
+            self._command.log.warning("paused", **self.pause.document())
+        elif self.pause is None and before is not None:
+            self._command.log.info("resumed")
 
     def _report_batch(self, before: Mapping[str, int]) -> None:
         counts = _difference(before, self.progress.counts())
@@ -331,24 +379,49 @@ class _Runner(Generic[O, P]):
 
     def _preview(self) -> P:
         """Do the same work in one transaction and roll it back."""
-        progress = self.progress
+        progress = self._prepared(self.progress)
         try:
             tx = self._begin()
-            while True:
+            self.pause = find_pause(tx, self._job.name)
+            while self.pause is None:
                 progress = self._job.batch(tx, self._run, self._options, progress)
                 if not self._plan.drain or not progress.more or self._run.budget.spent:
                     return progress
+                if self._job.prepare is not None:
+                    self._rollback()
+                    progress = self._prepared(progress)
+                    tx = self._begin()
+            return progress
         finally:
             self._rollback()
+
+    def _prepared(self, progress: P) -> P:
+        """What the job does before a batch, with no transaction open."""
+        if self._job.prepare is None:
+            return progress
+        self.pause = find_pause(self._begin(), self._job.name)
+        self._rollback()
+        if self.pause is not None:
+            return progress
+        with self._command.interrupts.deferred():
+            progress = self._job.prepare(self._run, self._options, progress)
+        self._command.interrupts.check()
+        return progress
 
     def _commit_batch(self) -> None:
         before = self.progress
         try:
             tx = self._begin()
+            self.pause = find_pause(tx, self._job.name)
+            if self.pause is not None:
+                self._rollback()
+                return
             with self._command.interrupts.deferred() if self._job.graceful else nullcontext():
                 after = self._job.batch(tx, self._run, self._options, before)
             if after.counts() != before.counts():
                 self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
+            else:
+                self._record.idle(tx, self._batches + 1)
         except BaseException:
             self._rollback()
             raise
@@ -377,9 +450,10 @@ class _Runner(Generic[O, P]):
             self._database.close()
 
     def _record_failure(self, error: BaseException) -> None:
-        """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
+        """Leave a row about a run that rolled back; best effort, and only where the job had begun its work."""
         failure = self._command.explain(error)
-        if self._started_at is None or isinstance(error, typer.Exit):
+        begun = self._started_at is not None or self._job.prepare is not None
+        if not begun or isinstance(error, typer.Exit):
             return
         guards = {"statement_timeout": _FAILURE_RECORD_TIMEOUT, "lock_timeout": _FAILURE_RECORD_TIMEOUT}
         try:
@@ -388,10 +462,11 @@ class _Runner(Generic[O, P]):
                 database = self._command.database(
                     f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
                 )
+                tx = database.begin()
                 self._record.failed(
-                    database.begin(),
+                    tx,
                     self._batches + 1,
-                    began=self._started_at,
+                    began=self._started_at or tx.now,
                     code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
                     message=failure.message if isinstance(failure, CrmctlError) else None,
                 )
@@ -403,6 +478,19 @@ class _Runner(Generic[O, P]):
         error = state.outcome.exception() if state.outcome else None
         reason = postgres.describe(error) if isinstance(error, psycopg.Error) else None
         self._command.log.warning("retrying the transaction", attempt=state.attempt_number, reason=reason)
+
+
+def _render_paused(document: Mapping[str, Any]) -> str:
+    return output.fields(
+        {
+            "Skipped": document["skipped"],
+            "By": document["paused_by"],
+            "Since": document["paused_at"],
+            "Reason": document["pause_reason"],
+            "Batches before": document.get("batches", 0),
+            "Go on with": f"crmctl jobs resume {document['job']}",
+        }
+    )
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

@@ -25,10 +25,14 @@ HEADERS: Final = (
     "x-dlq-attempts",
     "x-dlq-failed-at",
 )
+# Those that a letter is made of; the others are for people.
+_READ: Final = frozenset(HEADERS) - {"x-original-timestamp", "x-dlq-group"}
 _LONGEST_CODE: Final = 100
+_LONGEST_NAME: Final = 249
 _LONGEST_REASON: Final = 1_000
 _LARGEST_PARTITION: Final = 2**31 - 1
 _LARGEST_OFFSET: Final = 2**63 - 1
+_LONGEST_NUMBER: Final = len(str(_LARGEST_OFFSET))
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -70,20 +74,19 @@ def read_letter(
     timestamp_ms: int,
 ) -> Letter:
     """Read a record of the dead-letter topic, whatever it is."""
-    found = {name: _text(data) for name, data in headers if name in HEADERS and data is not None}
+    found = {name: data for name, data in headers if name in _READ and data}
     source = _source(found)
     try:
         event, malformed = decode(value, source or Position(f"dlq:{at.topic_id}", at.partition, at.offset)), None
     except MalformedError as error:
         event, malformed = None, str(error)
-    code, reason = found.get("x-dlq-error-code"), found.get("x-dlq-reason")
     return Letter(
         at=at,
         key=key,
         source=source,
-        source_topic=found.get("x-source-topic"),
-        code=code[:_LONGEST_CODE] if code else None,
-        reason=reason[:_LONGEST_REASON] if reason else None,
+        source_topic=_text(found.get("x-source-topic"), _LONGEST_NAME),
+        code=_text(found.get("x-dlq-error-code"), _LONGEST_CODE),
+        reason=_text(found.get("x-dlq-reason"), _LONGEST_REASON),
         attempts=_number(found.get("x-dlq-attempts"), _LARGEST_PARTITION) or 0,
         failed_at=_instant(found.get("x-dlq-failed-at"), timestamp_ms),
         event=event,
@@ -91,29 +94,32 @@ def read_letter(
     )
 
 
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace").replace("\0", "�")
-
-
-def _number(text: str | None, largest: int) -> int | None:
-    if text is None or len(text) > len(str(largest)) or not (text.isascii() and text.isdecimal()):
+def _text(data: bytes | None, longest: int) -> str | None:
+    if data is None:
         return None
-    number = int(text)
+    text = data.decode(errors="replace")[:longest]
+    return text.replace("\0", "�") if "\0" in text else text
+
+
+def _number(digits: bytes | None, largest: int) -> int | None:
+    if digits is None or len(digits) > _LONGEST_NUMBER or not digits.isdigit():
+        return None
+    number = int(digits)
     return number if number <= largest else None
 
 
-def _source(found: dict[str, str]) -> Position | None:
-    topic_id = found.get("x-source-topic-id", "")
+def _source(found: dict[str, bytes]) -> Position | None:
+    topic_id = _text(found.get("x-source-topic-id"), _LONGEST_NAME)
     partition = _number(found.get("x-original-partition"), _LARGEST_PARTITION)
     offset = _number(found.get("x-original-offset"), _LARGEST_OFFSET)
-    if not topic_id or len(topic_id) > _LONGEST_CODE or partition is None or offset is None:
+    if topic_id is None or partition is None or offset is None:
         return None
     return Position(topic_id, partition, offset)
 
 
-def _instant(text: str | None, timestamp_ms: int) -> datetime | None:
+def _instant(text: bytes | None, timestamp_ms: int) -> datetime | None:
     try:
-        moment = datetime.fromisoformat(text or "")
+        moment = datetime.fromisoformat((text or b"").decode())
         if moment.tzinfo is not None:
             return moment.astimezone(UTC)
     except (ValueError, OverflowError):
@@ -139,7 +145,7 @@ def parse_range(text: str) -> Range:
     """Read `PARTITION`, `PARTITION:OFFSET`, `PARTITION:FIRST-LAST` or `PARTITION:FIRST-`. Raises ValueError."""
     partition, colon, offsets = text.partition(":")
     first, dash, last = offsets.partition("-")
-    numbers = [_number(part, _LARGEST_OFFSET) for part in (partition, first if colon else "0", last or "0")]
+    numbers = [_number(part.encode(), _LARGEST_OFFSET) for part in (partition, first if colon else "0", last or "0")]
     if any(number is None for number in numbers) or numbers[0] is None or numbers[0] > _LARGEST_PARTITION:
         raise ValueError(f"{text!r} is no place in a topic; write 2, 2:17, 2:17-40 or 2:17-")
     _, start, end = (number or 0 for number in numbers)

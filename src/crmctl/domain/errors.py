@@ -41,6 +41,12 @@ class SchemaError(ConfigurationError):
     code = "CRMCTL_SCHEMA"
 
 
+class GrantMissingError(ConfigurationError):
+    """The database role lacks grants that this command needs; the message names each."""
+
+    code = "CRMCTL_GRANT_MISSING"
+
+
 class UnavailableError(CrmctlError):
     """A server that crmctl needs cannot be reached, or the connection to it was lost."""
 
@@ -78,6 +84,19 @@ class BookingInvalidStateError(CrmctlError):
 
     code = "CRM_BOOKING_INVALID_STATE"
     http_status = 409
+
+
+class RunNotFoundError(CrmctlError):
+    """There is no record of that run: it had nothing to do, or its record was pruned."""
+
+    code = "CRMCTL_RUN_NOT_FOUND"
+
+
+class InstallationNotFoundError(CrmctlError):
+    """No installation has that id."""
+
+    code = "CRM_INSTALLATION_NOT_FOUND"
+    http_status = 404
 
 
 class GroupActiveError(CrmctlError):

@@ -25,7 +25,7 @@ def query(tx: Transaction, client: AdminClient, reader: Consumer, group: str, to
         raise ConfigurationError(f"topic {topic} does not exist", hint="check CRMCTL_CHAT_STATUS__TOPIC")
     first = groups.offsets(client, topic, numbers, "earliest")
     ends = groups.offsets(client, topic, numbers, "latest")
-    committed = groups.committed(client, group, topic)
+    committed = groups.committed(reader, topic, numbers)
     at = {number: max(committed.get(number, 0), first[number]) for number in numbers}
     unread = groups.timestamps(reader, topic, {n: at[n] for n in numbers if at[n] < ends[n]})
     now_ms = time.time() * 1000

@@ -12,8 +12,8 @@ position. Killed between 2 and 3: they are read again, and are duplicates by the
 past a record that is neither in the database nor in the dead-letter topic.
 
 While PostgreSQL or Kafka is away, the batch is kept and tried again after 1 s, 2 s, … 60 s with paused partitions;
-polling goes on, so the group does not rebalance. What belongs to a partition that has moved on is dropped: its new
-owner reads it.
+polling goes on, so the group does not rebalance. A pause of the job is waited out in the same way. What belongs to a
+partition that has moved on is dropped: its new owner reads it.
 """
 
 import logging
@@ -27,13 +27,14 @@ import psycopg
 
 from crmctl.adapters import postgres
 from crmctl.adapters.dead_letters import DeadLetters
-from crmctl.adapters.postgres import Database
+from crmctl.adapters.postgres import Database, Transaction
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import Decision, ErrorCode, Event, Outcome, Plan, Position
 from crmctl.domain.chat_status_decoding import MalformedError, decode
 from crmctl.domain.errors import TryAgainError, UnavailableError
 from crmctl.jobs.job import Run
+from crmctl.jobs.job_pauses import JobPausedError, Pause, find_pause
 from crmctl.jobs.job_runs import RunRecord
 from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, project
 from crmctl.telemetry.logs import Log
@@ -48,6 +49,10 @@ _POLL_SECONDS: Final = 0.2
 # How often deferred events are looked at while no records come.
 _RETRY_SECONDS: Final = 1.0
 _LONGEST_PAUSE: Final = 60.0
+# How often it looks whether to leave a record although nothing comes.
+_SIGN_SECONDS: Final = 60.0
+# How often a paused consumer looks whether it may go on.
+_PAUSED_SECONDS: Final = 1.0
 # A member without partitions waits so long for the group to give it some, before it is caught up.
 _JOIN_SECONDS: Final = 5.0
 # What nobody reads about above the debug level, one by one.
@@ -77,6 +82,7 @@ class Totals:
     counts: Counter[str] = field(default_factory=Counter)
     batches: int = 0
     caught_up: bool = False
+    pause: Pause | None = None
 
     def document(self) -> dict[str, object]:
         """The result as it is printed."""
@@ -84,6 +90,7 @@ class Totals:
             **{name: self.counts[name] for name in _COUNTS.values()},
             "batches": self.batches,
             "caught_up": self.caught_up,
+            **(self.pause.document() if self.pause else {}),
         }
 
 
@@ -102,11 +109,16 @@ class Consumption:
     options: Options
     totals: Totals = field(default_factory=Totals)
     ready: bool = False
+    _paused: bool = False
+    _records: int = 0
+    _next_sign: float = 0.0
 
     def consume(self) -> Totals:
         """Consume until a signal, the time budget, or the end. Raises what cannot be waited for."""
         try:
             self._consume()
+        except JobPausedError as paused:
+            self.totals.pause = paused.pause
         except (UnavailableError, TryAgainError):
             # Told to stop while it waited for Kafka.
             if self.options.until_caught_up or not self.run.stopping():
@@ -157,6 +169,7 @@ class Consumption:
         while True:
             try:
                 if malformed:
+                    self._check_pause()
                     self._write_letters(malformed, {})
                     malformed = []
                 if batch is not None:
@@ -164,21 +177,49 @@ class Consumption:
                     batch = None
                 self.source.commit()
                 break
-            except (psycopg.Error, UnavailableError, TryAgainError) as error:
-                failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
-                if not isinstance(failure, UnavailableError | TryAgainError) or self.options.until_caught_up:
-                    raise
-                self.log.warning("waiting to try again", reason=failure.message, seconds=pause)
-                self.database.close()
-                self.source.hold(pause, self.run.stopping)
-                if self.run.stopping():
+            except (JobPausedError, psycopg.Error, UnavailableError, TryAgainError) as error:
+                pause = self._wait_out(error, pause)
+                if self.run.stopping() or (self._paused and self.run.budget.spent):
                     return decided
-                pause = min(_LONGEST_PAUSE, pause * 2)
-                batch = None if batch is None else _without(batch, self.source.take_moved())
+                moved = self.source.take_moved()
+                batch = None if batch is None else _without(batch, moved)
+                malformed = [letter for letter in malformed if letter[0].position.partition not in moved]
         self.metrics.oldest_unread_ms = None if self.source.idle or not records else records[-1].timestamp_ms
         if records:
             self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
         return decided
+
+    def _check_pause(self, tx: Transaction | None = None) -> None:
+        """Raise JobPausedError while the job is paused; without a transaction, look in one of its own."""
+        pause = find_pause(tx or self.database.begin(), JOB_NAME)
+        if tx is None:
+            self.database.rollback()
+        if pause is not None:
+            raise JobPausedError(pause)
+        if self._paused:
+            self._paused = False
+            self.log.info("resumed")
+
+    def _wait_out(self, error: Exception, seconds: float) -> float:
+        """Wait, with held partitions, for what kept the batch from being carried through; return the next wait.
+
+        Raises what cannot be waited for, and everything when the run is to end anyway.
+        """
+        if isinstance(error, JobPausedError):
+            if self.options.until_caught_up:
+                raise error
+            if not self._paused:
+                self._paused = True
+                self.log.warning("paused", **error.pause.document())
+            self.source.hold(_PAUSED_SECONDS, lambda: self.run.stopping() or self.run.budget.spent)
+            return seconds
+        failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
+        if not isinstance(failure, UnavailableError | TryAgainError) or self.options.until_caught_up:
+            raise error
+        self.log.warning("waiting to try again", reason=failure.message, seconds=seconds)
+        self.database.close()
+        self.source.hold(seconds, self.run.stopping)
+        return min(_LONGEST_PAUSE, seconds * 2)
 
     def _decode(self, records: Iterable[RawRecord]) -> tuple[Batch | None, list[Letter]]:
         events: list[Event] = []
@@ -213,6 +254,7 @@ class Consumption:
         while True:
             try:
                 tx = self.database.begin()
+                self._check_pause(tx)
                 scope = Scope(
                     group=self.group,
                     topic=self.source.topic.name,
@@ -222,9 +264,8 @@ class Consumption:
                 )
                 with self.tracing.batch([_traceparent(batch.raws[event.position]) for event in batch.events]):
                     decided = project(tx, scope, batch, tx.now, condemned, retry_limit=self.options.batch_size)
-                counts = _counts(decided)
-                if any(counts.values()):
-                    self._record().committed(tx, self.totals.batches + 1, counts)
+                counts = counts_of(decided)
+                recorded = self._leave_record(tx, counts)
                 self.database.commit()
             except DeadLettersFirst as first:
                 self.database.rollback()
@@ -235,11 +276,20 @@ class Consumption:
                 self._rollback()
                 raise
             else:
+                self._records += recorded
                 self._count(decided, counts, batch)
                 return len(decided.decisions)
 
-    def _record(self) -> RunRecord:
-        return RunRecord(self.run.id, JOB_NAME, "system")
+    def _leave_record(self, tx: Transaction, counts: Mapping[str, int]) -> bool:
+        """Record the batch, or now and then that there was nothing to do; whether there is a row now."""
+        record = RunRecord(self.run.id, JOB_NAME, "system")
+        if any(counts.values()):
+            record.committed(tx, self._records + 1, counts)
+            return True
+        if time.monotonic() < self._next_sign:
+            return False
+        self._next_sign = time.monotonic() + _SIGN_SECONDS
+        return record.idle(tx, self._records + 1)
 
     def _rollback(self) -> None:
         try:
@@ -295,7 +345,8 @@ def _fields(event: Event, from_status: str | None = None) -> dict[str, object]:
     }
 
 
-def _counts(decided: Plan) -> Counter[str]:
+def counts_of(decided: Plan) -> Counter[str]:
+    """What was decided, by the names of the result."""
     return Counter(_COUNTS[decision.outcome] for decision in decided.decisions)
 
 

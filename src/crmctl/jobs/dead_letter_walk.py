@@ -117,7 +117,7 @@ def job(
         limited = options.limit is not None and after.tried_count >= options.limit
         return replace(after, at=reached, more=unread and not limited, unread=unread)
 
-    def log(logger: Log, before: Progress, after: Progress) -> None:
+    def log(logger: Log, _: Progress, after: Progress) -> None:
         for entry in after.last_failures:
             logger.error(
                 "replay failed",
@@ -128,11 +128,10 @@ def job(
                 reason=entry.reason,
                 attempts=entry.attempts,
             )
-        if after.prefix.offsets != before.prefix.offsets:
-            reader.commit(after.prefix.offsets)
+        reader.mirror(after.prefix.offsets)
         committed(after)
 
-    return Job(name, actor, lambda _: Progress(counted), batch, log)
+    return Job(name, actor, lambda _: Progress(counted), batch, log=log)
 
 
 def selected(options: Options, found: Sequence[Found]) -> list[Found]:

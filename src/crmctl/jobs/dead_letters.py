@@ -98,12 +98,16 @@ def look(tx: Transaction, letters: Sequence[Letter]) -> list[Found]:
     """Find what the ledger says of letters of one topic."""
     if not letters:
         return []
+    ranges: dict[int, list[int]] = {}
+    for letter in letters:
+        ranges.setdefault(letter.at.partition, []).append(letter.at.offset)
     rows = tx.all(
         STATEMENTS["rows"],
         {
             "topic_id": letters[0].at.topic_id,
-            "partitions": array_literal([letter.at.partition for letter in letters]),
-            "offsets": array_literal([letter.at.offset for letter in letters]),
+            "partitions": list(ranges),
+            "first": [min(offsets) for offsets in ranges.values()],
+            "last": [max(offsets) for offsets in ranges.values()],
         },
     )
     own = {(row["partition"], row["offset"]): row for row in rows}

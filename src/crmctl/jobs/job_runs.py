@@ -1,9 +1,13 @@
-"""The record of runs: one row per committed batch, in its transaction; one for a run that rolled back."""
+"""The record of runs: one row per committed batch, in its transaction; one for a run that rolled back.
+
+A batch with nothing to do leaves a row only when the job's last success is older than SIGN_OF_LIFE: so its age says
+whether the job runs, also in a quiet night, and running a job again still changes nothing.
+"""
 
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 from uuid import UUID
 
@@ -14,6 +18,7 @@ from crmctl.adapters.postgres import Transaction
 from crmctl.sql import load
 
 _STATEMENTS: Final = load("job_runs")
+SIGN_OF_LIFE: Final = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,11 @@ class RunRecord:
     def committed(self, tx: Transaction, batch: int, counts: Mapping[str, int]) -> None:
         """Record batch number `batch` (from 1) in its own transaction."""
         tx.execute(_STATEMENTS["record_batch"], {**self._identity(batch, tx.now), "counts": Jsonb(dict(counts))})
+
+    def idle(self, tx: Transaction, batch: int) -> bool:
+        """Record a batch with nothing to do if the job's last success is older than SIGN_OF_LIFE; whether it was."""
+        params = {**self._identity(batch, tx.now), "interval": SIGN_OF_LIFE}
+        return tx.first(_STATEMENTS["record_idle"], params) is not None
 
     def failed(self, tx: Transaction, batch: int, *, began: datetime, code: str, message: str | None) -> None:
         """Record that batch number `batch`, begun at `began`, was rolled back."""

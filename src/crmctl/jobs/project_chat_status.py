@@ -49,13 +49,17 @@ class WriteRefused(Exception):  # noqa: N818  a signal to the caller, not an err
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose work this is: the group, the topic as it is now, and the partitions that we own."""
+    """Whose work this is: the group, the topic as it is now, and the partitions that we own.
+
+    A scope that is not `exclusive` only looks: it keeps no owner of a partition waiting.
+    """
 
     group: str
     topic: str
     topic_id: str
     partition_count: int
     partitions: tuple[int, ...]
+    exclusive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ def project(
     Raises DeadLettersFirst when the plan has dead letters that are not condemned yet, and what psycopg raises.
     """
     prepare(tx)
-    lock_partitions(tx, scope.group, scope.topic, scope.partitions)
+    if scope.exclusive:
+        lock_partitions(tx, scope.group, scope.topic, scope.partitions)
     due = _due_deals(tx, scope, now, retry_limit)
     wanted = {event.deal_id for event in batch.events}.union(due)
     if not wanted:

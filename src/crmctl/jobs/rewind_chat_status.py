@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import groups
@@ -23,7 +24,9 @@ class Move:
     new: int
 
 
-def plan(client: AdminClient, group: str, topic: str, to: str | int | datetime, only: Sequence[int]) -> list[Move]:
+def plan(
+    client: AdminClient, reader: Consumer, group: str, topic: str, to: str | int | datetime, only: Sequence[int]
+) -> list[Move]:
     """Find the new offsets for `earliest`, `latest`, an offset or a moment, within what each partition holds.
 
     Raises GroupActiveError while the group has members, UsageError for a partition or offset that is not there.
@@ -50,7 +53,7 @@ def plan(client: AdminClient, group: str, topic: str, to: str | int | datetime, 
         target = {number: found[number] if found[number] >= 0 else ends[number] for number in numbers}
     else:
         target = first if to == "earliest" else ends
-    committed = groups.committed(client, group, topic)
+    committed = groups.committed(reader, topic, numbers)
     return [Move(number, committed.get(number), target[number]) for number in numbers]
 
 

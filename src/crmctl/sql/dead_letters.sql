@@ -36,26 +36,34 @@ select p.partition,
 from unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
 
 -- name: rows
--- The ledger's rows of these letters. By primary key.
-select r.partition, r."offset", r.resolution, r.attempts, r.code, r.reason, r.resolved_by, r.run_id, r.resolved_at
-from unnest(%(partitions)s::integer[], %(offsets)s::bigint[]) as u (partition, position)
-join crm.dlq_resolutions r
-    on r.topic_id = %(topic_id)s
-    and r.partition = u.partition
-    and r."offset" = u.position
+-- The ledger's rows of a run of letters in each partition. A range of the primary key; `offset 0` keeps the planner from
+-- a join that reads the whole ledger while its statistics are old.
+select r.*
+from unnest(%(partitions)s::integer[], %(first)s::bigint[], %(last)s::bigint[]) as u (partition, first, last)
+cross join lateral (
+    select d.partition, d."offset", d.resolution, d.attempts, d.code, d.reason, d.resolved_by, d.run_id, d.resolved_at
+    from crm.dlq_resolutions d
+    where d.topic_id = %(topic_id)s
+        and d.partition = u.partition
+        and d."offset" between u.first and u.last
+    order by d."offset"
+    offset 0
+) r
 
 -- name: closed_sources
--- Which source records are done by any of their letters. By ix_dlq_resolutions_source.
-select distinct on (r.source_topic_id, r.source_partition, r.source_offset)
-       r.source_topic_id, r.source_partition, r.source_offset, r.resolution, r.reason, r.resolved_by, r.run_id,
-       r.resolved_at
+-- Which source records are done by any of their letters. By ix_dlq_resolutions_source, one look each.
+select r.*
 from unnest(%(topic_ids)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[]) as u (topic_id, partition, position)
-join crm.dlq_resolutions r
-    on r.source_topic_id = u.topic_id
-    and r.source_partition = u.partition
-    and r.source_offset = u.position
-    and r.resolution <> 'failed'
-order by r.source_topic_id, r.source_partition, r.source_offset, r.resolved_at
+cross join lateral (
+    select d.source_topic_id, d.source_partition, d.source_offset, d.resolution, d.reason, d.resolved_by, d.run_id,
+           d.resolved_at
+    from crm.dlq_resolutions d
+    where d.source_topic_id = u.topic_id
+        and d.source_partition = u.partition
+        and d.source_offset = u.position
+        and d.resolution <> 'failed'
+    limit 1
+) r
 
 -- name: record
 -- What became of letters. A row that is closed stays as it is.
@@ -107,6 +115,11 @@ select (
                 and c.resolution <> 'failed'
         )
 ) as lost_count
+
+-- name: state
+-- Changes with every row that is written; who counted before need not count again while it is the same.
+select count(*) as row_count, max(r.resolved_at) as last_at
+from crm.dlq_resolutions r
 
 -- name: deal
 -- The deal of a letter as it is now.

@@ -1,0 +1,199 @@
+"""`crmctl doctor` and `crmctl status`: what is wrong and how to mend it; how every queue stands."""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from crmctl.cli import output
+from crmctl.cli.options import Output, duration
+
+if TYPE_CHECKING:
+    from crmctl.cli.run import Command
+    from crmctl.domain.health import Check
+
+_CONNECT_SECONDS = 3
+# A signal must not wait for the whole pause between two looks.
+_SLICE_SECONDS = 0.2
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def doctor(
+    job: Annotated[
+        str | None, typer.Option("--job", metavar="JOB", help="Ask whether this role may run that job.")
+    ] = None,
+    form: Output = output.Format.TABLE,
+) -> None:
+    """Check everything that crmctl needs, and name the fix of what is wrong. Changes nothing; ends within ten seconds.
+
+    Each check is ok, a warning, failed, or skipped with the reason. The exit code is 0, or that of the worst failure.
+
+    \b
+    Examples:
+      crmctl doctor
+      crmctl doctor --job relay-outbox -o json
+    """
+    from crmctl.cli.run import Command
+    from crmctl.domain.jobs import NAMES
+
+    if job is not None and job not in NAMES:
+        raise typer.BadParameter(f"no such job: {job}; the jobs are {', '.join(NAMES)}")
+    with Command(form) as command:
+        checks, _ = _look(command, job)
+        command.report({"checks": [check.document() for check in checks]}, _render_doctor)
+        command.exit(_code(checks))
+
+
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until a signal (exit 0).")] = False,
+    interval: Annotated[
+        timedelta, typer.Option("--interval", metavar="DURATION", parser=duration, help="Between two looks.")
+    ] = timedelta(seconds=5),
+    form: Output = output.Format.TABLE,
+) -> None:
+    """Show on one screen how every queue stands, what is paused, and the faults that `doctor` would name.
+
+    A server that is away is named, and the rest is still shown. The exit code is `doctor`'s; with --watch it is 0.
+
+    \b
+    Examples:
+      crmctl status
+      crmctl status --watch -o json
+    """
+    from crmctl.cli.run import Command
+    from crmctl.cli.signals import Interrupted
+
+    with Command(form) as command:
+        if not watch:
+            checks, figures = _look(command)
+            command.report(_status(checks, figures), _render_status)
+            command.exit(_code(checks))
+        try:
+            while True:
+                document = _status(*_look(command))
+                if form is output.Format.JSON:
+                    output.write_json(document, one_line=True)
+                else:
+                    output.write((_CLEAR if sys.stdout.isatty() else "") + _render_status(document) + "\n")
+                end = time.monotonic() + interval.total_seconds()
+                while (left := end - time.monotonic()) > 0:
+                    time.sleep(min(left, _SLICE_SECONDS))
+        except Interrupted:
+            command.exit(0)
+
+
+def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], dict[str, Any]]:
+    """Look at everything once: the checks in their order, and the figures of the queues that could be read."""
+    from functools import partial
+
+    from crmctl.adapters import kafka, postgres
+    from crmctl.domain import health
+    from crmctl.domain.errors import ConfigurationError
+    from crmctl.jobs import examine, examine_database, examine_kafka
+
+    try:
+        settings = command.settings
+    except ConfigurationError as error:
+        names = (*examine_database.CHECKS, *examine_kafka.CHECKS)
+        why = "the settings cannot be read"
+        return [health.failed("settings", error), *(health.skipped(name, why) for name in names)], {}
+    limits = settings.database.model_copy(update={"connect_timeout": timedelta(seconds=_CONNECT_SECONDS)})
+    database = examine_database.Look(
+        connect=lambda: postgres.connect(command.dsn(), limits, application_name="crmctl doctor"),
+        prefix=limits.role_prefix,
+        job=job,
+    )
+    brokers = settings.kafka
+    cluster = examine_kafka.Look(
+        admin=lambda: kafka.admin(brokers, command.log),
+        reader=lambda: kafka.consumer(brokers, command.log, group=settings.chat_status.group),
+        chat=settings.chat_status,
+    )
+    parts = {"database": examine.Part(examine_database.CHECKS), "kafka": examine.Part(examine_kafka.CHECKS)}
+    looks = {
+        "database": partial(examine_database.examine_database, look=database),
+        "kafka": partial(examine_kafka.examine_kafka, look=cluster),
+    }
+    checks = examine.examine({name: (part, looks[name]) for name, part in parts.items()})
+    figures = {name: found for part in parts.values() for name, found in dict(part.figures).items()}
+    return [health.ok("settings", "read"), *checks], figures
+
+
+def _code(checks: Iterable["Check"]) -> int:
+    """The exit code of the worst failure: what needs a person before what time may mend."""
+    from crmctl.cli.exits import Exit, exit_code
+
+    codes = {exit_code(check.error) for check in checks if check.error is not None}
+    worst = (Exit.CONFIGURATION, Exit.UNAVAILABLE, Exit.TRY_AGAIN)
+    return next((int(code) for code in worst if code in codes), Exit.BUG if codes else Exit.OK)
+
+
+def _status(checks: Iterable["Check"], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of `status`; a queue that could not be read is null."""
+    from dataclasses import asdict
+    from datetime import UTC, datetime
+
+    from crmctl.domain import health
+
+    listed = list(checks)
+    broken = [check.name for check in listed if check.error is not None and check.name in ("database", "kafka")]
+    bookings, group = figures.get("bookings"), figures.get("group")
+    return {
+        "checked_at": datetime.now(UTC),
+        "unreachable": broken,
+        "faults": [check.document() for check in health.faults(listed)],
+        "bookings": asdict(bookings) if bookings else None,
+        "outbox": asdict(figures["outbox"]) if "outbox" in figures else None,
+        "deferred": asdict(figures["deferred"]) if "deferred" in figures else None,
+        "group": group.document() if group else None,
+        "jobs": [asdict(job) for job in figures["jobs"]] if "jobs" in figures else None,
+    }
+
+
+def _render_doctor(document: Mapping[str, Any]) -> str:
+    rows = [(check["result"], check["name"], check["detail"], check["fix"] or "") for check in document["checks"]]
+    return output.table(("result", "check", "detail", "fix"), rows)
+
+
+def _render_status(document: Mapping[str, Any]) -> str:
+    faults = document["faults"]
+    rows = [(fault["result"], fault["name"], fault["detail"], fault["fix"]) for fault in faults]
+    text = output.table(("result", "check", "detail", "fix"), rows) if rows else "No faults.\n"
+    text += "\n" + output.fields(_queues(document))
+    if document["jobs"] is not None:
+        now = document["checked_at"]
+        jobs = [
+            (job["job"], job["paused"], _age(now, job["last_success_at"]), _age(now, job["last_failure_at"]))
+            for job in document["jobs"]
+        ]
+        text += "\n" + output.table(("job", "paused", "last success", "last failure"), jobs)
+    return text
+
+
+def _queues(document: Mapping[str, Any]) -> dict[str, object]:
+    lines: dict[str, object] = {"At": document["checked_at"].isoformat(timespec="seconds")}
+    if document["unreachable"]:
+        lines["Not reachable"] = ", ".join(document["unreachable"])
+    bookings, outbox, deferred, group = (document[name] for name in ("bookings", "outbox", "deferred", "group"))
+    for name, phase in (bookings["phases"] if bookings else {}).items():
+        lines[f"{name}: due, overdue"] = f"{phase['due_count']}, {phase['overdue_count']}"
+    if bookings:
+        lines["Poison, never expiring"] = (
+            f"{bookings['poison_count']}, {sum(p['never_expire_count'] for p in bookings['phases'].values())}"
+        )
+    if outbox:
+        lines["Outbox: pending, held"] = f"{outbox['pending_count']}, {outbox['held_count']}"
+        lines["  oldest message, s"] = round(outbox["oldest_unpublished_seconds"])
+    if group:
+        lines["Consumer: members, unread"] = f"{group['members']}, {group['lag_messages']}"
+        lines["  oldest record, s"] = round(group["lag_seconds"])
+    if deferred:
+        lines["Waiting for their deal"] = deferred["deferred_count"]
+    return lines
+
+
+def _age(now: Any, moment: Any) -> str | None:
+    return None if moment is None else f"{max(0, round((now - moment).total_seconds()))} s ago"

@@ -1,0 +1,41 @@
+"""The jobs by the names that `job_runs`, `job_pauses`, logs and metrics have them under, and the role each runs in."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from crmctl.domain.errors import UsageError
+from crmctl.domain.grants import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class JobEntry:
+    """One job: its name, the command that runs it, and the kind of role whose grants it needs."""
+
+    name: str
+    command: str
+    kind: Kind
+
+
+JOBS: Final = (
+    JobEntry("expire-bookings", "bookings expire", Kind.BOOKINGS),
+    JobEntry("extend-booking", "bookings extend", Kind.BOOKINGS),
+    JobEntry("relay-outbox", "outbox relay", Kind.RELAY),
+    JobEntry("consume-chat-status", "chat-status consume", Kind.CHAT),
+    JobEntry("replay-dead-letters", "dlq replay", Kind.DEAD_LETTERS),
+    JobEntry("discard-dead-letters", "dlq discard", Kind.DEAD_LETTERS),
+    JobEntry("sweep-installations", "installations sweep", Kind.INSTALLATIONS),
+    JobEntry("prune", "prune", Kind.MAINTENANCE),
+)
+NAMES: Final = tuple(job.name for job in JOBS)
+
+
+def kind_of(name: str) -> Kind:
+    """The role that a job runs in; what is no job reads only."""
+    return next((job.kind for job in JOBS if job.name == name), Kind.READONLY)
+
+
+def known(name: str) -> str:
+    """Return the name if it is a job's. Raises UsageError, which lists them."""
+    if name not in NAMES:
+        raise UsageError(f"no such job: {name}", hint=f"the jobs are {', '.join(NAMES)}")
+    return name
