@@ -1,5 +1,6 @@
 """The states of the world that pages begin from; `<!-- state: NAME -->` names one of these functions."""
 
+import importlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -175,6 +176,39 @@ def no_roles_yet(world: World) -> None:
     world.env["CRMCTL_DATABASE__ROLE_PREFIX"] = prefix
     world.names |= {"crmctl_bookings": f"{prefix}bookings", "crm_expire": f"{prefix}login", "crm_stage_": f"s{prefix}"}
     world.aliases += [(f"s{prefix}", "crm_stage_"), (prefix, "crmctl_")]
+
+
+@state("a stale installation")
+def stale_installation(world: World) -> None:
+    """INSTALLATION_ID was begun two hours ago and never finished; its portal answers, but not clearly."""
+    _install(world)
+
+
+@state("an unclear installation")
+def unclear_installation(world: World) -> None:
+    """As above, and the sweep has asked the portal of INSTALLATION_ID in vain."""
+    _install(world)
+    world.crmctl("installations sweep --verify-portal")
+
+
+@state("a contradictory installation")
+def contradictory_installation(world: World) -> None:
+    """INSTALLATION_ID has no account."""
+    _install(world, without_account=True)
+
+
+def _install(world: World, **pair: object) -> None:
+    # By name: whoever has no `crmctl installations` has none of these either.
+    tables = importlib.import_module("crmctl.dev.bitrix24_tables")
+    portals = importlib.import_module("crmctl.dev.bitrix24_portal")
+    support = importlib.import_module("tests.installations_support")
+    connection = world.connection
+    tables.create(connection)
+    world.names["INSTALLATION_ID"] = str(support.insert_pair(connection, **pair).installation_id)
+    portal = portals.Bitrix24StandIn()
+    portal.__enter__()
+    world.afterwards.append(lambda: portal.__exit__(None, None, None))
+    world.env |= portal.settings
 
 
 @state("poison bookings")
