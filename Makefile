@@ -27,8 +27,9 @@ $(STAMP): requirements/dev.lock pyproject.toml
 demo: $(STAMP)
 	$(BIN)/crmctl demo
 
+# Two at a time, file by file: the tests mostly wait, for servers that they start, stop and kill.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -46,6 +47,8 @@ lock:
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml -o requirements/runtime.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --extra embedded --extra otel --group dev \
 	  -c requirements/runtime.lock pyproject.toml requirements/build.in -o requirements/dev.lock
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+	  -c requirements/dev.lock requirements/build.in -o requirements/build.lock
 
 clean:
 	if [ -x $(BIN)/crmctl ]; then $(BIN)/crmctl dev down || true; fi

@@ -1,4 +1,5 @@
-"""`crmctl chat-status consume --until-caught-up` beside a transaction per message, at three batch sizes; decode alone.
+"""`crmctl chat-status consume --until-caught-up` beside a transaction per message, at three batch sizes; decode alone;
+`crmctl dlq replay` beside the consumer.
 
 Events of a few thousand deals over six partitions, as messenger sends them. Both sides read the same topic of the same
 broker and write to the same server; the naive one takes a share of the events and is compared by its rate. Neither
@@ -15,12 +16,15 @@ import psycopg
 
 from benchmarks.harness import CLEAN_LOG, Figure, Lab, Scale, compare, run_crmctl, say
 from crmctl.adapters import kafka
+from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.publisher import Publisher
+from crmctl.adapters.records import RawRecord
 from crmctl.dev.environment import create_topics
 from crmctl.dev.kafka import temporary_kafka
 from crmctl.dev.messenger import ChatStatusChanged, send
-from crmctl.domain.chat_status import RANKS, Position
+from crmctl.domain.chat_status import RANKS, ErrorCode, Position
 from crmctl.domain.chat_status_decoding import decode
-from crmctl.domain.topics import CHAT_STATUS_TOPIC
+from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC
 from crmctl.jobs.project_chat_status import MARK_PREFIX
 from crmctl.settings import KafkaSettings
 
@@ -29,6 +33,7 @@ _TARGETS: Final = {1000: 30.0}
 _UNIT: Final = "events/s"
 _DEALS: Final = 5_000
 _NAIVE_SHARE: Final = 60
+_REPLAY_TARGET: Final = 0.5
 _MEMORY_TARGET_MIB: Final = 192
 # Events of the run's first batch, and those after it with the seconds that they took, to the end of the last batch.
 _FIRST_TO_LAST: Final = """
@@ -48,13 +53,16 @@ _FIRST_TO_LAST: Final = """
 def measure(lab: Lab, scale: Scale) -> list[Figure]:
     """Rates by interleaved rounds; the projections of all sides are compared in the end."""
     rates: dict[str, list[float]] = {"naive": [], "decode": [], **{str(size): [] for size in _BATCHES}}
+    rates["replay"] = []
     peaks: list[float] = []
+    replay_peaks: list[float] = []
     with temporary_kafka() as broker:
         create_topics(broker)
         settings = KafkaSettings(bootstrap_servers=broker.bootstrap_servers)
         events = _events(lab, scale.events)
         send(broker.bootstrap_servers, events)
         rates["decode"].append(_decode_alone(events))
+        _send_letters(settings, events[: scale.letters])
         for number in range(scale.rounds):
             states = []
             for size in _BATCHES:
@@ -65,6 +73,10 @@ def measure(lab: Lab, scale: Scale) -> list[Figure]:
                     states.append(_state(url))
             if states.count(states[0]) != len(states):
                 raise RuntimeError("the projection depends on the batch size")
+            with lab.database() as url:
+                rate, peak = _replay(lab, url, number, scale.letters, broker.bootstrap_servers)
+                rates["replay"].append(rate)
+                replay_peaks.append(peak)
             with lab.database() as url:
                 rates["naive"].append(_naive(lab, url, scale.events // _NAIVE_SHARE, number, settings))
             say(f"round {number + 1} of {scale.rounds}: consume 1000: {rates['1000'][-1]:,.0f} {_UNIT}")
@@ -80,17 +92,61 @@ def measure(lab: Lab, scale: Scale) -> list[Figure]:
     ]
     decoding = [rates["decode"][0]] * scale.rounds
     figures.append(compare("decode alone, by chat-status consume, batch 1000", decoding, rates["1000"], None, _UNIT))
-    peak = max(peaks)
     figures.append(
-        Figure(
-            "peak memory of the consumer",
-            f"{peak:,.1f} MiB",
-            "",
-            f"≤ {_MEMORY_TARGET_MIB} MiB",
-            peak <= _MEMORY_TARGET_MIB,
-        )
+        compare("dlq replay, by chat-status consume, batch 1000", rates["replay"], rates["1000"], _REPLAY_TARGET, _UNIT)
     )
+    figures.append(_memory("peak memory of the consumer", peaks))
+    figures.append(_memory(f"peak memory of dlq list and dlq replay, {scale.letters:,} letters", replay_peaks))
     return figures
+
+
+def _memory(what: str, peaks: list[float]) -> Figure:
+    peak = max(peaks)
+    met = peak <= _MEMORY_TARGET_MIB
+    return Figure(what, f"{peak:,.1f} MiB", "", f"≤ {_MEMORY_TARGET_MIB} MiB", met)
+
+
+def _send_letters(settings: KafkaSettings, events: list[ChatStatusChanged]) -> None:
+    """Dead letters of events, written as the consumer writes them."""
+    publisher = Publisher(lambda: kafka.producer(settings, CLEAN_LOG))
+    letters = DeadLetters(publisher, CHAT_STATUS_DLQ_TOPIC.name, "bench")
+    for start in range(0, len(events), 1000):
+        raws = [
+            RawRecord(
+                position=Position("bench", number % 6, number),
+                topic=CHAT_STATUS_TOPIC.name,
+                key=str(event.deal_id).encode(),
+                value=event.value(),
+                headers=(),
+                timestamp_ms=0,
+            )
+            for number, event in enumerate(events[start : start + 1000], start)
+        ]
+        letters.write([(raw, ErrorCode.DEAL_NOT_FOUND, "the deal is missing", 5) for raw in raws], lambda: False)
+
+
+def _replay(lab: Lab, url: str, number: int, expected: int, bootstrap_servers: str) -> tuple[float, float]:
+    """List all letters, then replay them; the replay's rate, and the larger peak of the two."""
+    lab.checkpoint()
+    settings: dict[str, Any] = {
+        "CRMCTL_KAFKA__BOOTSTRAP_SERVERS": bootstrap_servers,
+        "CRMCTL_CHAT_STATUS__DLQ_GROUP": f"bench-replay-{number}",
+        "CRMCTL_LOG_LEVEL": "error",
+    }
+    [listing] = run_crmctl("dlq", "list", "-o", "json", url=url, **settings)
+    if listing.document["listed_count"] != expected:
+        raise RuntimeError(f"{listing.document['listed_count']} of {expected} letters were listed")
+    [report] = run_crmctl("dlq", "replay", "-o", "json", url=url, **settings)
+    return _rate_after_first(url, report.document["run_id"], expected), max(listing.peak_mib, report.peak_mib)
+
+
+def _rate_after_first(url: str, run_id: str, expected: int) -> float:
+    """Events per second of a run, from the end of its first transaction to the end of its last."""
+    with psycopg.connect(url) as connection:
+        first, later, seconds = connection.execute(_FIRST_TO_LAST, (run_id,)).fetchone() or (0, 0, 0)
+    if first + later != expected:
+        raise RuntimeError(f"{first + later} of {expected} events are in job_runs")
+    return float(later / seconds)
 
 
 def _events(lab: Lab, count: int) -> list[ChatStatusChanged]:
@@ -116,11 +172,7 @@ def _consume(lab: Lab, url: str, size: int, number: int, expected: int, bootstra
     handled = document["applied_count"] + document["stale_count"]
     if handled != expected:
         raise RuntimeError(f"{handled} of {expected} events were handled")
-    with psycopg.connect(url) as connection:
-        first, later, seconds = connection.execute(_FIRST_TO_LAST, (document["run_id"],)).fetchone() or (0, 0, 0)
-    if first + later != expected:
-        raise RuntimeError(f"{first + later} of {expected} events are in job_runs")
-    return later / seconds, report.peak_mib
+    return _rate_after_first(url, document["run_id"], expected), report.peak_mib
 
 
 def _state(url: str) -> list[tuple[Any, ...]]:

@@ -46,6 +46,7 @@ class Scale:
     startup_runs: int
     messages: int
     events: int
+    letters: int
 
 
 SCALES: Final = {
@@ -60,8 +61,19 @@ SCALES: Final = {
             startup_runs=21,
             messages=20_000,
             events=240_000,
+            letters=200_000,
         ),
-        Scale("small", bookings=20_000, due=8_000, locked=400, rounds=1, startup_runs=5, messages=4_000, events=12_000),
+        Scale(
+            "small",
+            bookings=20_000,
+            due=8_000,
+            locked=400,
+            rounds=1,
+            startup_runs=5,
+            messages=4_000,
+            events=12_000,
+            letters=8_000,
+        ),
     )
 }
 

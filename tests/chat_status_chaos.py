@@ -238,6 +238,7 @@ def members(chat: Chat) -> dict[str, Member]:
     try:
         description = admin.describe_consumer_groups([chat.group], request_timeout=10)[chat.group].result()
     except KafkaException:
+        _admin.cache_clear()  # a client that has lost its broker for a while may not find it again for longer
         return {}
     found = {}
     for member in description.members:
@@ -261,7 +262,8 @@ def wait_for_members(chat: Chat, *names: str, seconds: float = _PATIENCE) -> dic
 
 @functools.cache
 def _partition_count(bootstrap_servers: str, topic: str) -> int:
-    return len(_admin(bootstrap_servers).list_topics(topic, timeout=10).topics[topic].partitions)
+    _admin.cache_clear()
+    return len(_admin(bootstrap_servers).list_topics(topic, timeout=20).topics[topic].partitions)
 
 
 @functools.cache

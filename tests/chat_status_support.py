@@ -17,7 +17,8 @@ from crmctl.dev.kafka_mock import PARTITIONS
 from crmctl.dev.messenger import ChatStatusChanged
 from tests.expire_support import Connection, rows, scalar
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, Record
-from tests.support import CallResult, Database, insert_deal, run_crmctl, start_crmctl
+from tests.relay_support import run_forked
+from tests.support import CallResult, Database, insert_deal, start_crmctl
 
 # What a broker without news keeps a consumer waiting for; its default of half a second adds up.
 IMPATIENT: Final = {"fetch.wait.max.ms": "10"}
@@ -97,6 +98,7 @@ class Chat:
             "CRMCTL_CHAT_STATUS__TOPIC": self.topic,
             "CRMCTL_CHAT_STATUS__DLQ_TOPIC": self.dlq_topic,
             "CRMCTL_CHAT_STATUS__GROUP": self.group,
+            "CRMCTL_CHAT_STATUS__DLQ_GROUP": f"{self.group}-dlq",
         }
 
     def deal(self, **overrides: Any) -> Deal:
@@ -117,7 +119,7 @@ class Chat:
     def consume(self, *args: str, env: Mapping[str, str] | None = None, database: str | None = None) -> CallResult:
         """Run `chat-status consume --until-caught-up -o json` to its end."""
         arguments = ("chat-status", "consume", "--until-caught-up", "-o", "json", *args)
-        return run_crmctl(*arguments, database=database or self.database, env=self.env | dict(env or {}))
+        return run_forked(*arguments, database=database or self.database, env=self.env | dict(env or {}))
 
     def consumed(self, *args: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Run the consumer as `consume` does and return the result document; it must be caught up."""
@@ -144,7 +146,7 @@ class Chat:
     def run(self, *args: str, env: Mapping[str, str] | None = None) -> CallResult:
         """Run another `crmctl chat-status … -o json`."""
         arguments = ("chat-status", *args, "-o", "json")
-        return run_crmctl(*arguments, database=self.database, env=self.env | dict(env or {}))
+        return run_forked(*arguments, database=self.database, env=self.env | dict(env or {}))
 
     def letters(self) -> list[Letter]:
         """Every dead letter, in the order of the source."""
@@ -177,12 +179,13 @@ class Chat:
         """Time passes for what waits: its next attempt is due now."""
         rows(self.connection, "update crm.deferred_messages set next_attempt_at = now()")
 
-    def committed(self) -> dict[int, int]:
-        """The group's committed offsets by partition; those without one are missing."""
-        consumer = Consumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": self.group})
+    def committed(self, *, replay: bool = False) -> dict[int, int]:
+        """The committed offsets of the group, or of the replay's, by partition; those without one are missing."""
+        topic, group = (self.dlq_topic, f"{self.group}-dlq") if replay else (self.topic, self.group)
+        consumer = Consumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": group})
         try:
-            numbers = consumer.list_topics(self.topic, timeout=30).topics[self.topic].partitions
-            found = consumer.committed([TopicPartition(self.topic, number) for number in numbers], timeout=30)
+            numbers = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+            found = consumer.committed([TopicPartition(topic, number) for number in numbers], timeout=30)
             return {entry.partition: entry.offset for entry in found if entry.offset >= 0}
         finally:
             consumer.close()

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from tests.expire_support import Connection, fingerprints, rows, scalar
 from tests.kafka_fixtures import Record
-from tests.support import CallResult, Database, insert_booking, start_crmctl
+from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
 
 ISSUER: Final = "https://login.example/realms/crm"
 AUDIENCE: Final = "crmctl-tests"
@@ -110,6 +110,7 @@ _PREFORK: Final = """
 import json, os, sys, tempfile, time
 import crmctl.adapters.identity, crmctl.adapters.publisher, crmctl.cli.run
 import crmctl.jobs.expire_bookings, crmctl.jobs.extend_booking, crmctl.jobs.relay_outbox
+import crmctl.adapters.topic_reader, crmctl.cli.consumer, crmctl.jobs.list_dead_letters, crmctl.jobs.replay_dead_letters
 from crmctl.__main__ import main
 
 def run(command):
@@ -200,7 +201,12 @@ def _shared_prefork() -> Prefork:
 
 
 def run_forked(*args: str, database: Database | str, env: Mapping[str, str], timeout: float = 60.0) -> CallResult:
-    """Run a command to its end, in a fork of the one process that all tests of a session share for this."""
+    """Run a command to its end, in a fork of the one process that all tests of a session share for this.
+
+    Where `env` tells the interpreter something, in a process of its own.
+    """
+    if any(name.startswith("PYTHON") for name in env):
+        return run_crmctl(*args, database=database, env=env, timeout=timeout)
     try:
         return _shared_prefork().run(*args, database=database, env=env, timeout=timeout)
     except BaseException:

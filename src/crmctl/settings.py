@@ -90,9 +90,31 @@ class ChatStatusSettings(BaseModel):
     topic: str = "pin.messenger.deal-chat-status-changed.v1"
     dlq_topic: str = "pin.crm.deal-chat-status-dlq.v1"
     group: str = "pin-crm-deal-chat-status"
+    dlq_group: str = "pin-crm-deal-chat-status-dlq"
     group_instance_id: str | None = None
     metrics_host: str = "0.0.0.0"  # noqa: S104  a pod's probes and Prometheus come from outside it
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+
+
+class Bitrix24Settings(BaseModel):
+    """bitrix24-php-lib's tables, and how the portals behind them are asked.
+
+    `stand_in` is a loopback address and port that answers for every host under `.test`, for tests alone: it is
+    refused beside an OAuth server whose name is a real one (adapters/checked_http.py).
+    """
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    installations_table: str = "b24lib_application_installations"
+    accounts_table: str = "b24lib_bitrix24_accounts"
+    journal_table: str = "b24lib_journal"
+    php_timezone: str = "UTC"
+    client_id: str | None = None
+    client_secret: SecretStr | None = None
+    oauth_url: str = "https://oauth.bitrix.info"
+    request_timeout: Duration = timedelta(seconds=10)
+    concurrency: int = Field(default=16, ge=1, le=64)
+    stand_in: str | None = None
 
 
 class Settings(BaseSettings):
@@ -107,10 +129,12 @@ class Settings(BaseSettings):
     )
 
     database_url: SecretStr | None = None
+    installations_database_url: SecretStr | None = None
     database: DatabaseSettings = DatabaseSettings()
     kafka: KafkaSettings = KafkaSettings()
     auth: AuthSettings = AuthSettings()
     chat_status: ChatStatusSettings = ChatStatusSettings()
+    bitrix24: Bitrix24Settings = Bitrix24Settings()
     actor_token: SecretStr | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "json", "text"] = "auto"

@@ -16,7 +16,7 @@ from crmctl.dev.postgres import PostgresServer
 from tests.expire_support import CHAOS_FULL
 
 _REPORT: Final = Path(__file__).parents[2] / "benchmarks" / "chaos.md"
-_COLUMNS: Final = ("test", "kills / races", "due bookings", "outcome", "seconds")
+_COLUMNS: Final = ("test", "kills / races", "rows", "outcome", "seconds")
 
 
 @dataclass(slots=True)

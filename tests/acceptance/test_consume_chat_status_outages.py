@@ -22,7 +22,8 @@ from crmctl.adapters import kafka, record_source
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.postgres import Database
 from crmctl.adapters.publisher import Publisher
-from crmctl.adapters.record_source import RecordSource, Topic
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import Topic
 from crmctl.dev.kafka import temporary_kafka
 from crmctl.dev.kafka_server import KafkaServer
 from crmctl.dev.postgres import PostgresServer, temporary_server

@@ -47,6 +47,16 @@ def in_a_batch(connection: Connection) -> bool:
     return bool(rows(connection, found, APPLICATION))
 
 
+def waits_for_the_broker(connection: Connection) -> bool:
+    """Whether a relay has been waiting in the middle of its transaction for longer than between two statements."""
+    found = """
+        select 1 from pg_stat_activity
+        where application_name = %s and datname = current_database() and state = 'idle in transaction'
+            and state_change < clock_timestamp() - interval '500 milliseconds'
+    """
+    return bool(rows(connection, found, APPLICATION))
+
+
 def slow_down_marking(connection: Connection) -> None:
     """Some milliseconds pass between the acknowledgement and the commit, so that kills fall there too."""
     connection.execute(
@@ -256,7 +266,7 @@ class TestTheBroker:
             wait_until(lambda: count(connection, PENDING) < 20, "the first batch")
             broker.pause()
             insert_events(connection, topic, aggregates=10, first=3, each=2)
-            wait_until(lambda: in_a_batch(connection), "a batch that waits for the broker")
+            wait_until(lambda: waits_for_the_broker(connection), "a batch that waits for the broker")
             process.send_signal(signal.SIGTERM)
             began = time.monotonic()
             result = finish(process)
@@ -280,7 +290,7 @@ class TestTheConnectionToPostgresql:
             wait_until(lambda: count(connection, PENDING) == 0, "the first batch")
             broker.pause()
             insert_events(connection, topic, aggregates=10, first=4, each=3)
-            wait_until(lambda: in_a_batch(connection), "a batch that waits for the broker")
+            wait_until(lambda: waits_for_the_broker(connection), "a batch that waits for the broker")
             terminated = scalar(
                 connection,
                 "select count(pg_terminate_backend(pid)) from pg_stat_activity "
@@ -311,7 +321,7 @@ class TestAZombie:
             wait_until(lambda: count(connection, PENDING) == 0, "the first batch")
             broker.pause()
             insert_events(connection, topic, aggregates=10, first=2, each=4)
-            wait_until(lambda: in_a_batch(connection), "a batch that waits for the broker")
+            wait_until(lambda: waits_for_the_broker(connection), "a batch that waits for the broker")
             zombie.send_signal(signal.SIGSTOP)
             scalar(
                 connection,

@@ -17,7 +17,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.publisher import Publisher
-from crmctl.adapters.record_source import RawRecord
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import ErrorCode, Position
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
 from tests.chat_status_support import Chat, Letter, hour_ago_ms, log_lines, outgoing

@@ -23,7 +23,8 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters.postgres import Database as Transactions
-from crmctl.adapters.record_source import RawRecord, RecordSource, Topic
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import RawRecord, Topic
 from crmctl.dev import messenger
 from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import Decision, ErrorCode, Position
@@ -33,7 +34,7 @@ from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, proj
 from crmctl.settings import DatabaseSettings
 from crmctl.telemetry import logs
 from tests.chat_status_support import Chat, Deal, edited, log_lines, outgoing
-from tests.expire_support import Connection, closed_gate, finish, rows, runs, scalar, wait_until
+from tests.expire_support import Connection, closed_gate, fingerprints, finish, rows, runs, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
 from tests.roles_support import Roles
 from tests.support import CallResult, Database, insert_booking, insert_deal, run_crmctl
@@ -408,6 +409,33 @@ def test_until_caught_up_retries_what_is_due_also_when_there_is_nothing_new(chat
     assert counts(chat.consumed("--batch-size", "2")) == {"applied": 5}
     assert {chat.status(deal) for deal in deals} == {"Ready"}
     assert chat.deferred() == []
+
+
+def test_a_dry_run_says_what_the_run_then_does_and_changes_nothing(chat: Chat) -> None:
+    deals, late, missing = [chat.deal() for _ in range(5)], chat.missing_deal(), chat.missing_deal()
+    chat.send(late.event("Provisioning"))
+    chat.consumed()
+    chat.deal(id=late.id, tenant_id=late.tenant_id)
+    chat.let_pauses_pass()
+    twice = deals[0].event("Ready")
+    chat.send(
+        twice,
+        twice,
+        deals[0].event("Failed"),
+        *(deal.event(status) for deal in deals[1:] for status in ("Provisioning", "Failed")),
+        missing.event("Ready"),
+        Deal(deals[1].id, uuid.uuid4()).event("Ready"),
+        Outgoing("no event", "x"),
+        deals[2].event("Archived"),
+    )
+    before, offsets = fingerprints(chat.connection), chat.committed()
+    foreseen = [chat.consumed("--dry-run", "--batch-size", size) for size in ("2", "1000")]
+    assert (fingerprints(chat.connection), chat.committed(), chat.letters()) == (before, offsets, [])
+    real = chat.consumed()
+    names = [name for name in real if name.endswith("_count")]
+    assert [[document[name] for name in names] for document in foreseen] == [[real[name] for name in names]] * 2
+    assert real["applied_count"] == 10
+    assert (real["duplicate_count"], real["dead_lettered_count"], real["deferred_count"]) == (1, 3, 1)
 
 
 def test_sigterm_ends_the_loop_with_0_and_the_result(chat: Chat) -> None:

@@ -13,10 +13,13 @@ from typing import Final
 import psycopg
 import pytest
 
+from crmctl.dev import bitrix24_tables
 from crmctl.domain.grants import Kind
 from crmctl.domain.jobs import NAMES
 from tests.chat_status_support import Chat, metric
+from tests.dlq_support import dlq, letter, listed, place, send_letters
 from tests.expire_support import expire, finish, insert_due, rows, wait_until
+from tests.installations_support import insert_pair
 from tests.integration.test_chat_status_metrics import free_port, get
 from tests.kafka_fixtures import Kafka, MakeTopic
 from tests.relay_support import insert_events
@@ -38,6 +41,10 @@ NAMES_OF_METRICS: Final = {
     "crm_chat_status_oldest_deferred_seconds",
     "crm_chat_status_group_lag_messages",
     "crm_chat_status_retention_headroom_messages",
+    "crm_chat_status_dlq_open",
+    "crm_installations_stale",
+    "crm_installations_unclear",
+    "crm_installations_anomalies",
     "crm_scrape_up",
 }
 
@@ -70,7 +77,15 @@ def names(text: str) -> set[str]:
 def test_every_metric_is_there_after_an_incident(database: Database, kafka: Kafka, make_topic: MakeTopic) -> None:
     connection = database.connect()
     chat = Chat.make(kafka, database, make_topic)
+    # The sweep: one install that nobody finished, one that it must leave alone.
+    bitrix24_tables.create(connection)
+    insert_pair(connection, age=timedelta(hours=2))
+    insert_pair(connection, age=timedelta(hours=2), without_account=True)
+    assert run_crmctl("installations", "sweep", "--action", "alert", database=database).exit_code == 0
     roles = Roles.make(database)
+    # Dead letters: two are open, one was discarded.
+    letters = send_letters(chat, *(letter(chat.missing_deal().event("Ready")) for _ in range(3)))
+    assert dlq(chat, "discard", place(letters[0]), "--reason", "a test", "--yes").exit_code == 0
     # The consumer commits, an event waits for its deal, one more is unread.
     chat.send(chat.missing_deal().event("Ready"), partition=0)
     chat.consumed()
@@ -93,6 +108,10 @@ def test_every_metric_is_there_after_an_incident(database: Database, kafka: Kafk
         assert names(text) == NAMES_OF_METRICS
         assert metric(text, "crm_scrape_up", source="database") == 1
         assert metric(text, "crm_scrape_up", source="kafka") == 1
+        assert metric(text, "crm_chat_status_dlq_open") == listed(chat)["open_count"] == 2
+        assert metric(text, "crm_installations_stale") == 2
+        assert metric(text, "crm_installations_unclear") == 0
+        assert metric(text, "crm_installations_anomalies") == 1
         assert metric(text, "crm_bookings_due", phase="Reserve") == 1
         assert metric(text, "crm_bookings_due", phase="Booking") == 0
         assert 600 <= (metric(text, "crm_bookings_oldest_due_seconds", phase="Reserve") or 0) < 700

@@ -3,13 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
 import typer
 from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from crmctl.cli.app import app
 from crmctl.cli.exits import Exit
-from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.domain.events import BOOKING_EXPIRED, INSTALLATION_MARKED_STALE, EventContract
+from crmctl.domain.installation_reasons import Reason
 from crmctl.domain.jobs import NAMES
 from crmctl.settings import Settings
 
@@ -29,7 +31,7 @@ def setting_names(model: type[BaseModel], prefix: str = "") -> set[str]:
 
 def test_every_setting_is_on_its_page_and_no_other() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert set(re.findall(r"^\| `([a-z_.]+)` \|", page, re.MULTILINE)) == setting_names(Settings)
+    assert set(re.findall(r"^\| `([a-z0-9_.]+)` \|", page, re.MULTILINE)) == setting_names(Settings)
 
 
 def test_every_exit_code_is_on_its_page_and_no_other() -> None:
@@ -39,10 +41,17 @@ def test_every_exit_code_is_on_its_page_and_no_other() -> None:
     }
 
 
-def test_the_contract_page_lists_the_payload_exactly() -> None:
+@pytest.mark.parametrize("contract", [BOOKING_EXPIRED, INSTALLATION_MARKED_STALE])
+def test_the_contract_page_lists_the_payload_exactly(contract: EventContract) -> None:
     page = (ROOT / "docs" / "contracts.md").read_text()
-    section = page.split(f"## `{BOOKING_EXPIRED.topic}`")[1].split("\n## ")[0]
-    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == BOOKING_EXPIRED.payload_fields
+    section = page.split(f"## `{contract.topic}`")[1].split("\n## ")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == contract.payload_fields
+
+
+def test_every_reason_of_the_sweep_is_on_its_page_and_no_other() -> None:
+    page = (ROOT / "docs" / "stale-installations.md").read_text()
+    section = page.split("## Reasons")[1].split("\n## ")[0]
+    assert set(re.findall(r"`([A-Z_]+)`", section)) == {reason.value for reason in Reason}
 
 
 def test_every_runtime_dependency_has_a_line_on_why() -> None:
@@ -67,7 +76,13 @@ def test_every_command_is_in_the_readme() -> None:
 
 def test_every_job_has_a_runbook_and_its_links_lead_somewhere() -> None:
     for job in NAMES:
-        assert (ROOT / "runbooks" / f"{job}.md").is_file()
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("runbooks/*.md")]:
+        name = {"discard-dead-letters": "replay-dead-letters"}.get(job, job)
+        assert (ROOT / "runbooks" / f"{name}.md").is_file()
+    for page in [
+        ROOT / "README.md",
+        ROOT / "deploy" / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("runbooks/*.md"),
+    ]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -6,23 +6,12 @@ from typing import Final
 from uuid import uuid4
 
 from crmctl.adapters.publisher import Publisher, Record
-from crmctl.adapters.record_source import RawRecord
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import ErrorCode
+from crmctl.domain.dead_letters import HEADERS
 from crmctl.domain.errors import UnavailableError
 
 _LONGEST_REASON_BYTES: Final = 1_000
-_HEADERS: Final = (
-    "x-dlq-reason",
-    "x-dlq-error-code",
-    "x-source-topic",
-    "x-original-offset",
-    "x-source-topic-id",
-    "x-original-partition",
-    "x-original-timestamp",
-    "x-dlq-group",
-    "x-dlq-attempts",
-    "x-dlq-failed-at",
-)
 
 
 class DeadLetters:
@@ -60,7 +49,7 @@ class DeadLetters:
             str(attempts),
             datetime.now(UTC).isoformat(),
         )
-        original = tuple(header for header in raw.headers if header[0] not in _HEADERS)
-        ours = tuple((name, value.encode()) for name, value in zip(_HEADERS, values, strict=True))
+        original = tuple(header for header in raw.headers if header[0] not in HEADERS)
+        ours = tuple((name, value.encode()) for name, value in zip(HEADERS, values, strict=True))
         # All travel together: the idempotent producer keeps the order of a key, and a refusal ends the batch anyway.
         return Record(uuid4(), str(raw.position), self._topic, raw.key, raw.value, original + ours)

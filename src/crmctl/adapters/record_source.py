@@ -7,17 +7,16 @@ end-of-partition events show them; the caller commits it once a batch is done.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicCollection, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import kafka
+from crmctl.adapters.records import RawRecord, Topic, describe_topic, raw_record
 from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import ConfigurationError, UnavailableError
 from crmctl.telemetry.logs import Log
-
-Headers = tuple[tuple[str, bytes | None], ...]
 
 _HEARTBEAT_SECONDS: Final = 0.5
 _CALL_SECONDS: Final = 10.0
@@ -35,26 +34,6 @@ _MOVED_ON: Final = frozenset(
         KafkaError._ASSIGNMENT_LOST,
     }
 )
-
-
-class RawRecord(NamedTuple):
-    """A record as it is in its topic: `timestamp_ms` is Kafka's, -1 where there is none."""
-
-    position: Position
-    topic: str
-    key: bytes | None
-    value: bytes | None
-    headers: Headers
-    timestamp_ms: int
-
-
-@dataclass(slots=True)
-class Topic:
-    """What the cluster says of the source: its id changes when the topic is re-created."""
-
-    name: str
-    id: str = ""
-    partition_count: int = 0
 
 
 @dataclass(slots=True)
@@ -85,21 +64,7 @@ class RecordSource:
 
     def refresh(self, seconds: float = _CALL_SECONDS) -> None:
         """Look the topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
-        try:
-            cluster = self.admin.list_topics(self.topic.name, timeout=seconds)
-            if kafka.is_mock(cluster.cluster_id):
-                self.topic.id, self.topic.partition_count = "mock", len(cluster.topics[self.topic.name].partitions)
-                return
-            futures = self.admin.describe_topics(TopicCollection([self.topic.name]), request_timeout=seconds)
-            description = futures[self.topic.name].result()
-        except KafkaException as error:
-            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise ConfigurationError(
-                    f"topic {self.topic.name} does not exist", hint="its owner creates it; see crmctl topics check"
-                ) from None
-            raise kafka.unavailable(error.args[0]) from None
-        self.topic.id = str(description.topic_id)
-        self.topic.partition_count = len(description.partitions)
+        self.topic = describe_topic(self.admin, self.topic.name, seconds)
 
     def end_offsets(self) -> dict[int, int]:
         """The end of every partition now."""
@@ -224,15 +189,7 @@ class RecordSource:
         if number in self.assigned:
             self.assigned[number] = offset + 1
         self._ends.discard(number)
-        kind, timestamp = message.timestamp()
-        return RawRecord(
-            position=Position(self.topic.id, number, offset),
-            topic=self.topic.name,
-            key=_bytes(message.key()),
-            value=_bytes(message.value()),
-            headers=tuple((name, _bytes(value)) for name, value in _pairs(message)),
-            timestamp_ms=timestamp if kind else -1,
-        )
+        return raw_record(message, Position(self.topic.id, number, offset), self.topic.name)
 
     def _reach(self, message: Message) -> None:
         number, offset = message.partition(), message.offset()
@@ -269,15 +226,3 @@ class RecordSource:
         if self._paused or self._unsure:  # the client remembers it: what comes back to us one day would never be read
             consumer.resume(partitions)
         consumer.incremental_unassign(partitions)
-
-
-def _bytes(value: str | bytes | None) -> bytes | None:
-    return value.encode() if isinstance(value, str) else value
-
-
-def _pairs(message: Message) -> list[tuple[str, str | bytes | None]]:
-    try:
-        headers = message.headers() or []
-    except (UnicodeDecodeError, SystemError):  # a name that is not UTF-8: the client gives none of them
-        return []
-    return list(headers.items()) if isinstance(headers, dict) else headers

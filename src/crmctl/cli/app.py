@@ -5,7 +5,21 @@ from typing import Annotated
 import typer
 
 from crmctl import __version__
-from crmctl.cli import bookings, chat_status, db, dev, health, jobs, metrics, outbox, prune, runs, topics
+from crmctl.cli import (
+    bookings,
+    chat_status,
+    db,
+    dev,
+    dlq,
+    health,
+    installations,
+    jobs,
+    metrics,
+    outbox,
+    prune,
+    runs,
+    topics,
+)
 
 app = typer.Typer(
     name="crmctl",
@@ -16,8 +30,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bookings.app, name="bookings")
+app.add_typer(installations.app, name="installations")
 app.add_typer(outbox.app, name="outbox")
 app.add_typer(chat_status.app, name="chat-status")
+app.add_typer(dlq.app, name="dlq")
 app.add_typer(db.app, name="db")
 app.add_typer(topics.app, name="topics")
 app.add_typer(jobs.app, name="jobs")

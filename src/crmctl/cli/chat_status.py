@@ -23,6 +23,9 @@ def consume(
         timedelta | None,
         typer.Option(metavar="DURATION", parser=duration, help="End after this long. Default: never."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what a run to the end would do, without joining the group.")
+    ] = False,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Project messenger's chat-status events onto deals, until SIGTERM (exit 0).
@@ -35,10 +38,16 @@ def consume(
     Examples:
       crmctl chat-status consume
       crmctl chat-status consume --until-caught-up -o json
+      crmctl chat-status consume --dry-run
     """
     from crmctl.cli.run import Command
 
     with Command(form) as command:
+        if dry_run:
+            from crmctl.cli.consumer import preview_consumer
+
+            command.report(preview_consumer(command, batch_size), _render_consume)
+            return
         from crmctl.cli.consumer import run_consumer
 
         command.report(run_consumer(command, until_caught_up, batch_size, time_budget), _render_consume)

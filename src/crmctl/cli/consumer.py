@@ -4,15 +4,18 @@ import gc
 from datetime import timedelta
 from uuid import uuid4
 
-from crmctl.adapters import kafka
+from crmctl.adapters import groups, kafka
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.publisher import Publisher
-from crmctl.adapters.record_source import RecordSource, Topic
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import Topic
+from crmctl.adapters.topic_reader import TopicReader
 from crmctl.cli.run import Command, traceparent
 from crmctl.domain.errors import ConfigurationError
 from crmctl.domain.jobs import kind_of
 from crmctl.jobs.consume_chat_status import JOB_NAME, Consumption, Options
 from crmctl.jobs.job import Budget, Run
+from crmctl.jobs.preview_chat_status import query
 from crmctl.telemetry import metrics
 from crmctl.telemetry.tracing import Tracing
 
@@ -79,4 +82,20 @@ def run_consumer(
             source.close()
             consumption.tracing.close()
     log.info("run finished", **totals.counts, duration_ms=command.elapsed_ms)
-    return {"job": JOB_NAME, "run_id": run.id, **totals.document(), "duration_ms": command.elapsed_ms}
+    return {"job": JOB_NAME, "run_id": run.id, "dry_run": False, **totals.document(), "duration_ms": command.elapsed_ms}
+
+
+def preview_consumer(command: Command, batch_size: int) -> dict[str, object]:
+    """Return what a run to today's end of the topic would report; nothing is changed, no group is joined."""
+    chat, brokers = command.settings.chat_status, command.settings.kafka
+    client = kafka.admin(brokers, command.log)
+    member = kafka.consumer(brokers, command.log, group=chat.group, enable_partition_eof=True)
+    reader = TopicReader.open(member, client, chat.topic, command.log)
+    database = command.database(f"crmctl {JOB_NAME}")
+    try:
+        committed = groups.committed(member, chat.topic, reader.first)
+        totals = query(database.begin(), reader, chat.group, committed, batch_size)
+    finally:
+        database.rollback()
+        reader.close()
+    return {"job": JOB_NAME, "dry_run": True, **totals, "duration_ms": command.elapsed_ms}

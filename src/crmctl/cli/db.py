@@ -19,12 +19,26 @@ class Only(StrEnum):
     BOOKKEEPING = "bookkeeping"
 
 
+class Which(StrEnum):
+    """The values of `--database`."""
+
+    MAIN = "main"
+    INSTALLATIONS = "installations"
+
+
+Database = Annotated[
+    Which,
+    typer.Option(help="`installations`: the one of CRMCTL_INSTALLATIONS_DATABASE_URL, where that is another one."),
+]
+
+
 @app.command()
 def upgrade(
     only: Annotated[
         Only | None,
         typer.Option(help="Only one part; `bookkeeping` where the CRM itself owns the core tables."),
     ] = None,
+    database: Database = Which.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Create or upgrade the schema, in one transaction. Safe to run again, and by several at once.
@@ -33,12 +47,15 @@ def upgrade(
     Examples:
       crmctl db upgrade
       crmctl db upgrade --only bookkeeping
+      crmctl db upgrade --database installations
     """
     from crmctl.cli.run import Command
 
     with Command(form) as command:
         from crmctl.adapters import migrations
 
+        if database is Which.INSTALLATIONS:
+            command.use_installations_database()
         applied = migrations.upgrade(
             command.dsn(), only=None if only is None else only.value, settings=command.settings.database
         )
@@ -46,7 +63,7 @@ def upgrade(
 
 
 @app.command()
-def check(form: Output = output.Format.TABLE) -> None:
+def check(database: Database = Which.MAIN, form: Output = output.Format.TABLE) -> None:
     """Say whether this crmctl fits the database's schema: exit 0, or 78 when it does not.
 
     Its own tables by their revision; the CRM's core tables by columns, types and the four indexes of bookings, whoever
@@ -62,9 +79,11 @@ def check(form: Output = output.Format.TABLE) -> None:
         from crmctl.cli.exits import Exit
         from crmctl.jobs import check_schema as job
 
-        database = command.database("crmctl db check")
-        document = job.query(database.begin(read_only=True))
-        database.rollback()
+        if database is Which.INSTALLATIONS:
+            command.use_installations_database()
+        connection = command.database("crmctl db check")
+        document = job.query(connection.begin(read_only=True))
+        connection.rollback()
         command.report(document, _render_check)
         if document["faults"]:
             command.log.error("the core tables fall short of their contract", faults=document["faults"])

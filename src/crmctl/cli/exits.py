@@ -24,7 +24,9 @@ class Exit(IntEnum):
 _BY_ERROR: dict[type[errors.CrmctlError], Exit] = {
     errors.UsageError: Exit.USAGE,
     errors.BookingNotFoundError: Exit.NOT_FOUND,
+    errors.LetterNotFoundError: Exit.NOT_FOUND,
     errors.RunNotFoundError: Exit.NOT_FOUND,
+    errors.InstallationNotFoundError: Exit.NOT_FOUND,
     errors.BookingForbiddenError: Exit.FORBIDDEN,
     errors.BookingInvalidStateError: Exit.INVALID_STATE,
     errors.GroupActiveError: Exit.INVALID_STATE,

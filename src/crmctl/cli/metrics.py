@@ -2,15 +2,23 @@
 
 import time
 from datetime import timedelta
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crmctl.cli import output
 
+if TYPE_CHECKING:
+    from pydantic import SecretStr
+
 app = typer.Typer(help="Metrics for Prometheus.", no_args_is_help=True, rich_markup_mode=None)
 
 _LOOK_SECONDS = 0.1
+_GUARDS = {
+    "connect_timeout": timedelta(seconds=3),
+    "statement_timeout": timedelta(seconds=5),
+    "lock_timeout": timedelta(seconds=1),
+}
 
 
 @app.callback()
@@ -38,22 +46,35 @@ def serve(
         from prometheus_client import CollectorRegistry
 
         from crmctl.adapters import kafka
+        from crmctl.adapters.postgres import Database
+        from crmctl.adapters.topic_reader import TopicReader
         from crmctl.domain.errors import ConfigurationError
         from crmctl.jobs import serve_metrics as job
         from crmctl.telemetry import metrics
 
-        chat = command.settings.chat_status
-        database = command.database(
-            "crmctl metrics serve",
-            connect_timeout=timedelta(seconds=3),
-            statement_timeout=timedelta(seconds=5),
-            lock_timeout=timedelta(seconds=1),
-        )
-        brokers = command.settings.kafka
-        reader = kafka.consumer(brokers, command.log, group=chat.group)
-        cluster = job.Cluster(kafka.admin(brokers, command.log), reader, chat.topic)
+        settings, chat = command.settings, command.settings.chat_status
+        limits = settings.database.model_copy(update=_GUARDS)
+
+        def database(url: "SecretStr | None" = None) -> Database:
+            """A connection of its own: the sources are read side by side."""
+            dsn = command.dsn() if url is None else url.get_secret_value()
+            return Database(dsn, limits, application_name="crmctl metrics serve")
+
+        def letters() -> TopicReader:
+            reader = kafka.consumer(settings.kafka, command.log, group=chat.dlq_group, enable_partition_eof=True)
+            return TopicReader.open(reader, client, chat.dlq_topic, command.log)
+
+        main, portals = database(), database(settings.installations_database_url)
+        client = kafka.admin(command.settings.kafka, command.log)
+        member = kafka.consumer(settings.kafka, command.log, group=chat.group)
+        cluster = job.Cluster(client, member, chat.topic)
         source = job.Exporter(
-            {"database": lambda: job.read_database(database), "kafka": lambda: job.read_kafka(cluster)},
+            {
+                "database": lambda: job.read_database(main),
+                "kafka": lambda: job.read_kafka(cluster),
+                "dead_letters": job.OpenLetters(database(), letters).read,
+                "installations": lambda: job.read_installations(portals, settings.bitrix24),
+            },
             command.log,
         )
         registry = CollectorRegistry()

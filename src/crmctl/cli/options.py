@@ -26,6 +26,7 @@ def _parser(parse: Callable[[str], T]) -> Callable[[str | T], T]:
 
 
 duration = _parser(parse_duration)
+instant = _parser(parse_instant)
 
 Output = Annotated[Format, typer.Option("--output", "-o", help="How to print the result.")]
 Tenant = Annotated[UUID | None, typer.Option("--tenant", metavar="ID", help="Only this tenant (DeveloperCompanyId).")]
@@ -42,7 +43,7 @@ AsOf = Annotated[
     typer.Option(
         "--as-of",
         metavar="TIMESTAMP",
-        parser=_parser(parse_instant),
+        parser=instant,
         help="Decide as of this RFC 3339 time, which needs an offset. Default: PostgreSQL's now.",
     ),
 ]

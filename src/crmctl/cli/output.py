@@ -6,9 +6,12 @@ character gets its escape instead of a crash.
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TextIO
+
+# What Rows keep in memory before they go to a file.
+_ROWS_IN_MEMORY_BYTES = 16 * 1024 * 1024
 
 
 class Format(StrEnum):
@@ -31,6 +34,10 @@ def prepare_streams() -> None:
 
 def write_json(document: object, *, one_line: bool = False) -> None:
     """Write one JSON document and a line feed."""
+    write(_json(document, one_line=one_line) + "\n")
+
+
+def _json(document: object, *, one_line: bool) -> str:
     import orjson
 
     text = orjson.dumps(document, default=str, option=0 if one_line else orjson.OPT_INDENT_2).decode()
@@ -39,7 +46,7 @@ def write_json(document: object, *, one_line: bool = False) -> None:
 
         # \uXXXX is JSON; the stream's own escape for a character that it cannot show is not.
         text = json.dumps(json.loads(text), indent=None if one_line else 2, ensure_ascii=True)
-    write(text + "\n")
+    return text
 
 
 def write(text: str) -> None:
@@ -57,6 +64,68 @@ def write(text: str) -> None:
     except OSError as error:
         _abandon_stdout()
         raise OutputError(error.strerror or "write failed") from None
+
+
+class Rows:
+    """Rows that may be too many for memory: they wait in a temporary file until all are there, and are then printed.
+
+    So a failure half-way leaves no half of a document, and a table's columns are as wide as their widest cell.
+    """
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        from tempfile import SpooledTemporaryFile
+
+        self._columns = columns
+        self._widths = [len(column) for column in columns]
+        self._count = 0
+        self._file = SpooledTemporaryFile(max_size=_ROWS_IN_MEMORY_BYTES)  # noqa: SIM115  closed with us
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Keep a row; JSON scalars only."""
+        import orjson
+        from rich.cells import cell_len
+
+        self._count += 1
+        self._file.write(orjson.dumps(row) + b"\n")
+        for index, column in enumerate(self._columns):
+            self._widths[index] = max(self._widths[index], cell_len(cell(row[column])))
+
+    def write(self, form: Format, name: str, rest: Mapping[str, Any]) -> None:
+        """Print the rows under `name` and the document's other fields, as a table or as one JSON document."""
+        if form is Format.JSON:
+            write(f'{{\n  "{name}": [')
+            for number, chunk in enumerate(self._chunks()):
+                lines = ",\n    ".join(_json(row, one_line=True) for row in chunk)
+                write(("\n    " if number == 0 else ",\n    ") + lines)
+            write(
+                "\n  ]"
+                + "".join(
+                    f",\n  {_json(key, one_line=True)}: {_json(value, one_line=True)}" for key, value in rest.items()
+                )
+                + "\n}\n"
+            )
+            return
+        if not self._count:
+            write(f"No {name}.\n")
+            return
+        write(self._line([column.upper() for column in self._columns]))
+        for chunk in self._chunks():
+            write("".join(self._line([cell(row[column]) for column in self._columns]) for row in chunk))
+
+    def _chunks(self) -> Iterator[list[dict[str, Any]]]:
+        from itertools import islice
+
+        import orjson
+
+        self._file.seek(0)
+        while lines := list(islice(self._file, 1000)):
+            yield [orjson.loads(line) for line in lines]
+
+    def _line(self, cells: Sequence[str]) -> str:
+        from rich.cells import cell_len
+
+        padded = (text + " " * (width - cell_len(text)) for text, width in zip(cells, self._widths, strict=True))
+        return "  ".join(padded).rstrip() + "\n"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

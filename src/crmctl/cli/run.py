@@ -157,6 +157,12 @@ class Command:
             )
         return url.get_secret_value()
 
+    def use_installations_database(self) -> None:
+        """From here on work on the database of bitrix24-php-lib's tables, where it is another one."""
+        url = self.settings.installations_database_url
+        if url is not None:
+            self._settings = self.settings.model_copy(update={"database_url": url})
+
     def database(self, application_name: str, **guards: timedelta) -> Database:
         """The command's database connection, with other guards than the configured ones where given."""
         limits = self.settings.database.model_copy(update=guards)
@@ -194,6 +200,11 @@ class Command:
                 output.write_json(document)
             else:
                 output.write(render(document))
+
+    def report_rows(self, name: str, rows: output.Rows, rest: Mapping[str, Any]) -> None:
+        """Print a listing of any length, with the document's other fields."""
+        with self.interrupts.deferred():
+            rows.write(self._format, name, rest)
 
     def confirm(self, question: str) -> None:
         """Ask on the terminal before something that cannot be taken back. Raises UsageError without an answer."""
@@ -314,6 +325,7 @@ class _Runner(Generic[O, P]):
     def _commit_batches(self) -> None:
         """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
         while True:
+            self.progress = self._prepared(self.progress)
             self._retrying(self._commit_batch)
             self._command.interrupts.check()
             if self.pause is not None:
@@ -367,7 +379,7 @@ class _Runner(Generic[O, P]):
 
     def _preview(self) -> P:
         """Do the same work in one transaction and roll it back."""
-        progress = self.progress
+        progress = self._prepared(self.progress)
         try:
             tx = self._begin()
             self.pause = find_pause(tx, self._job.name)
@@ -375,9 +387,26 @@ class _Runner(Generic[O, P]):
                 progress = self._job.batch(tx, self._run, self._options, progress)
                 if not self._plan.drain or not progress.more or self._run.budget.spent:
                     return progress
+                if self._job.prepare is not None:
+                    self._rollback()
+                    progress = self._prepared(progress)
+                    tx = self._begin()
             return progress
         finally:
             self._rollback()
+
+    def _prepared(self, progress: P) -> P:
+        """What the job does before a batch, with no transaction open."""
+        if self._job.prepare is None:
+            return progress
+        self.pause = find_pause(self._begin(), self._job.name)
+        self._rollback()
+        if self.pause is not None:
+            return progress
+        with self._command.interrupts.deferred():
+            progress = self._job.prepare(self._run, self._options, progress)
+        self._command.interrupts.check()
+        return progress
 
     def _commit_batch(self) -> None:
         before = self.progress
@@ -421,9 +450,10 @@ class _Runner(Generic[O, P]):
             self._database.close()
 
     def _record_failure(self, error: BaseException) -> None:
-        """Leave a row about a run that rolled back; best effort, and only where a transaction had begun."""
+        """Leave a row about a run that rolled back; best effort, and only where the job had begun its work."""
         failure = self._command.explain(error)
-        if self._started_at is None or isinstance(error, typer.Exit):
+        begun = self._started_at is not None or self._job.prepare is not None
+        if not begun or isinstance(error, typer.Exit):
             return
         guards = {"statement_timeout": _FAILURE_RECORD_TIMEOUT, "lock_timeout": _FAILURE_RECORD_TIMEOUT}
         try:
@@ -432,10 +462,11 @@ class _Runner(Generic[O, P]):
                 database = self._command.database(
                     f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
                 )
+                tx = database.begin()
                 self._record.failed(
-                    database.begin(),
+                    tx,
                     self._batches + 1,
-                    began=self._started_at,
+                    began=self._started_at or tx.now,
                     code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
                     message=failure.message if isinstance(failure, CrmctlError) else None,
                 )

@@ -12,7 +12,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from crmctl.dev import identity
+from crmctl.dev import bitrix24_tables, identity
 from crmctl.dev.kafka import Broker, start_broker, stop_broker
 from crmctl.dev.postgres import PostgresServer, state_directory, write_private
 from crmctl.domain.topics import CHAT_STATUS_TOPIC, TOPICS
@@ -42,6 +42,7 @@ class Environment:
 def up(directory: Path, announce: Callable[[str], None] | None = None) -> Environment:
     """Start the project's servers unless they run, migrate, create the topics, write `.crmctl/dev.toml` (0600).
 
+    bitrix24-php-lib's tables, which are that library's in production, are created here as it does.
     `directory` is the project, that is, the working directory. The servers survive the command, and PostgreSQL
     loses nothing in a power cut (fsync is on). A second `up`, also one at the same moment, changes nothing.
     `announce` is told of what takes long.
@@ -55,6 +56,8 @@ def up(directory: Path, announce: Callable[[str], None] | None = None) -> Enviro
         created = create_database(server)
         url = server.url(DATABASE)
         upgrade(url)
+        with psycopg.connect(url) as connection:
+            bitrix24_tables.create(connection)
         broker = start_broker(state_directory(_KAFKA, directory), dies_with_parent=False, announce=announce)
         create_topics(broker)
         config_file = directory.resolve() / CONFIG_FILE

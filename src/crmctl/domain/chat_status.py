@@ -1,6 +1,6 @@
 """The deal's chat status: ranks, the one rule, and the fold of a batch (source 003, INV-CHAT-1).
 
-Pure: the consumer, its deferred retries and the replay of dead letters all decide through `fold`.
+Pure: the consumer, its deferred retries and the replay of dead letters all decide through `plan`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -156,12 +156,15 @@ def plan(
     seen: Collection[str],
     now: datetime,
     condemned: Mapping[Position, tuple[ErrorCode, str]],
+    *,
+    last_try: bool = False,
 ) -> Plan:
     """Decide a batch: `events` in order of arrival, `deferred` all that wait for the deals of this batch.
 
     `deals` holds the deals that exist, `seen` the message ids that are marked. `condemned` are positions that are
     dead letters already, whatever the rule would say of them now. A dead letter is never seen, so a later
-    event with its message id is decided on its own.
+    event with its message id is decided on its own. With `last_try` an event without a deal does not wait: it is a dead
+    letter, or rather stays one.
     """
     result = Plan()
     waiting = {item.event.position: item for item in deferred}
@@ -181,7 +184,7 @@ def plan(
         deal = deals.get(deal_id)
         queue.sort(key=lambda event: event.position)
         if deal is None:
-            waits = (_wait(event, waiting.get(event.position), now, condemned) for event in queue)
+            waits = (_wait(event, waiting.get(event.position), now, condemned, last_try=last_try) for event in queue)
             result.decisions += [decision for decision in waits if decision is not None]
         else:
             _fold(deal_id, deal, queue, waiting, condemned, result)
@@ -204,11 +207,19 @@ def _condemn(
 
 
 def _wait(
-    event: Event, item: Deferred | None, now: datetime, condemned: Mapping[Position, tuple[ErrorCode, str]]
+    event: Event,
+    item: Deferred | None,
+    now: datetime,
+    condemned: Mapping[Position, tuple[ErrorCode, str]],
+    *,
+    last_try: bool,
 ) -> Decision | None:
     """What becomes of an event without a deal; None while its next retry is not due."""
     if (verdict := _condemn(event, None, condemned, item.attempts if item else 0)) is not None:
         return verdict
+    if item is None and last_try:
+        reason = "the deal is missing"
+        return Decision(event, Outcome.DEAD_LETTERED, code=ErrorCode.DEAL_NOT_FOUND, reason=reason)
     if item is None:
         return Decision(event, Outcome.DEFERRED, next_attempt_at=now + RETRY_PAUSES[0])
     if item.next_attempt_at > now:

@@ -59,6 +59,12 @@ class TryAgainError(CrmctlError):
     code = "CRMCTL_TRY_AGAIN"
 
 
+class LetterNotFoundError(CrmctlError):
+    """The dead-letter topic holds no such record."""
+
+    code = "CRM_DLQ_LETTER_NOT_FOUND"
+
+
 class BookingForbiddenError(CrmctlError):
     """The actor's token is not valid, lacks the permission, or is another tenant's (UC-BKG-003)."""
 
@@ -84,6 +90,13 @@ class RunNotFoundError(CrmctlError):
     """There is no record of that run: it had nothing to do, or its record was pruned."""
 
     code = "CRMCTL_RUN_NOT_FOUND"
+
+
+class InstallationNotFoundError(CrmctlError):
+    """No installation has that id."""
+
+    code = "CRM_INSTALLATION_NOT_FOUND"
+    http_status = 404
 
 
 class GroupActiveError(CrmctlError):

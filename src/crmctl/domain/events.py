@@ -20,3 +20,23 @@ BOOKING_EXPIRED: Final = EventContract(
     aggregate_type="Booking",
     payload_fields=("BookingId", "TenantId", "DealId", "PropertyObjectId", "Phase", "ExpiredAt"),
 )
+INSTALLATION_MARKED_STALE: Final = EventContract(
+    topic="pin.crm.application-installation-stale.v1",
+    contract_version=1,
+    aggregate_type="ApplicationInstallation",
+    payload_fields=(
+        "InstallationId",
+        "AccountId",
+        "MemberId",
+        "InstallationFromStatus",
+        "InstallationToStatus",
+        "AccountFromStatus",
+        "AccountToStatus",
+        "Verdict",
+        "Reason",
+        "TtlSeconds",
+        "AgeSeconds",
+        "RunId",
+        "OccurredAt",
+    ),
+)

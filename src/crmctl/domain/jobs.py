@@ -21,6 +21,9 @@ JOBS: Final = (
     JobEntry("extend-booking", "bookings extend", Kind.BOOKINGS),
     JobEntry("relay-outbox", "outbox relay", Kind.RELAY),
     JobEntry("consume-chat-status", "chat-status consume", Kind.CHAT),
+    JobEntry("replay-dead-letters", "dlq replay", Kind.DEAD_LETTERS),
+    JobEntry("discard-dead-letters", "dlq discard", Kind.DEAD_LETTERS),
+    JobEntry("sweep-installations", "installations sweep", Kind.INSTALLATIONS),
     JobEntry("prune", "prune", Kind.MAINTENANCE),
 )
 NAMES: Final = tuple(job.name for job in JOBS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from crmctl.domain.events import BOOKING_EXPIRED
+from crmctl.domain.events import BOOKING_EXPIRED, INSTALLATION_MARKED_STALE
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,18 @@ BOOKING_EXPIRED_TOPIC: Final = Topic(
     partitions=6,
     config={"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)},
 )
+INSTALLATION_MARKED_STALE_TOPIC: Final = Topic(
+    name=INSTALLATION_MARKED_STALE.topic,
+    partitions=3,
+    config={"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)},
+)
 # Dead letters are kept until somebody resolves them. Larger than any source record with our headers on top.
 CHAT_STATUS_DLQ_TOPIC: Final = Topic(
     name="pin.crm.deal-chat-status-dlq.v1",
     partitions=3,
     config={"cleanup.policy": "delete", "retention.ms": "-1", "max.message.bytes": str(10 * 1024 * 1024)},
 )
-TOPICS: Final = (BOOKING_EXPIRED_TOPIC, CHAT_STATUS_DLQ_TOPIC)
+TOPICS: Final = (BOOKING_EXPIRED_TOPIC, INSTALLATION_MARKED_STALE_TOPIC, CHAT_STATUS_DLQ_TOPIC)
 # Messenger's: crmctl reads it and never creates it, except in the embedded environment.
 CHAT_STATUS_TOPIC: Final = Topic(
     name="pin.messenger.deal-chat-status-changed.v1",

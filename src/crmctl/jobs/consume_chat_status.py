@@ -28,7 +28,8 @@ import psycopg
 from crmctl.adapters import postgres
 from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.postgres import Database, Transaction
-from crmctl.adapters.record_source import RawRecord, RecordSource
+from crmctl.adapters.record_source import RecordSource
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import Decision, ErrorCode, Event, Outcome, Plan, Position
 from crmctl.domain.chat_status_decoding import MalformedError, decode
 from crmctl.domain.errors import TryAgainError, UnavailableError
@@ -263,7 +264,7 @@ class Consumption:
                 )
                 with self.tracing.batch([_traceparent(batch.raws[event.position]) for event in batch.events]):
                     decided = project(tx, scope, batch, tx.now, condemned, retry_limit=self.options.batch_size)
-                counts = _counts(decided)
+                counts = counts_of(decided)
                 recorded = self._leave_record(tx, counts)
                 self.database.commit()
             except DeadLettersFirst as first:
@@ -344,7 +345,8 @@ def _fields(event: Event, from_status: str | None = None) -> dict[str, object]:
     }
 
 
-def _counts(decided: Plan) -> Counter[str]:
+def counts_of(decided: Plan) -> Counter[str]:
+    """What was decided, by the names of the result."""
     return Counter(_COUNTS[decision.outcome] for decision in decided.decisions)
 
 

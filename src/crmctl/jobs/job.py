@@ -89,14 +89,17 @@ class Job(Generic[O, P]):
     """One subcommand.
 
     `batch(transaction, run, options, before)` does one transaction's work and returns the progress after it; it
-    neither commits nor prints. `log` is told of each committed batch. A `graceful` batch is not interrupted by a
-    signal but watches `run.stopping`. `guards` are session limits of this job's own.
+    neither commits nor prints. `prepare(run, options, before)` is for what must come before a batch with no
+    transaction open: it returns the progress that the batch starts from, is not repeated when the batch is, and is
+    not interrupted by a signal but watches `run.stopping`. `log` is told of each committed batch. A `graceful`
+    batch is not interrupted either. `guards` are session limits of this job's own.
     """
 
     name: str
     actor: str
     start: Callable[[O], P]
     batch: Callable[[Transaction, Run, O, P], P]
+    prepare: Callable[[Run, O, P], P] | None = None
     log: Callable[[Log, P, P], None] = say_nothing
     graceful: bool = False
     guards: Mapping[str, timedelta] = field(default_factory=dict)

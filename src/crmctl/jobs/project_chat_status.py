@@ -21,7 +21,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from crmctl.adapters.postgres import Transaction, array_literal, describe, is_data_error
-from crmctl.adapters.record_source import RawRecord
+from crmctl.adapters.records import RawRecord
 from crmctl.domain.chat_status import Deal, Decision, Deferred, ErrorCode, Event, Outcome, Plan, Position, plan
 from crmctl.domain.chat_status_decoding import decode
 from crmctl.sql import load
@@ -39,15 +39,27 @@ class DeadLettersFirst(Exception):  # noqa: N818  a signal to the caller, not an
         self.letters = [(raws[d.event.position], d) for d in decisions]
 
 
+class WriteRefused(Exception):  # noqa: N818  a signal to the caller, not an error
+    """PostgreSQL refuses to write what these events decide; undo it, and run the batch again without them."""
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        super().__init__(f"{len(decisions)} events cannot be written")
+        self.decisions = decisions
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose work this is: the group, the topic as it is now, and the partitions that we own."""
+    """Whose work this is: the group, the topic as it is now, and the partitions that we own.
+
+    A scope that is not `exclusive` only looks: it keeps no owner of a partition waiting.
+    """
 
     group: str
     topic: str
     topic_id: str
     partition_count: int
     partitions: tuple[int, ...]
+    exclusive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +89,54 @@ def project(
 
     Raises DeadLettersFirst when the plan has dead letters that are not condemned yet, and what psycopg raises.
     """
-    tx.execute(STATEMENTS["prepare"])
-    _lock_partitions(tx, scope)
+    prepare(tx)
+    if scope.exclusive:
+        lock_partitions(tx, scope.group, scope.topic, scope.partitions)
     due = _due_deals(tx, scope, now, retry_limit)
     wanted = {event.deal_id for event in batch.events}.union(due)
     if not wanted:
         return Plan()
     deal_ids = array_literal(sorted(wanted))
-    deals = _lock_deals(tx, deal_ids)
+    deals = _deals(tx, "lock_deals", deal_ids)
     waiting = _waiting(tx, deal_ids)
-    seen = _marks(tx, batch.events)
+    seen = _marks(tx, batch.events, waiting=True)
     decided = plan(batch.events, waiting.deferred.values(), deals, seen, now, condemned)
     raws = {**batch.raws, **waiting.raws}
     if new := [letter for letter in decided.dead_letters if letter.event.position not in condemned]:
         raise DeadLettersFirst(new, raws)
+    try:
+        _write_or_blame(tx, scope, decided, waiting, raws)
+    except WriteRefused as refused:
+        raise DeadLettersFirst(refused.decisions, raws) from None
+    return decided
+
+
+def project_again(
+    tx: Transaction, events: Sequence[Event], condemned: Mapping[Position, tuple[ErrorCode, str]]
+) -> Plan:
+    """Apply the events of dead letters, by the same rule and with the same writes, and return what was decided of each.
+
+    What still fails is a dead letter in the plan. The caller holds the locks that keep two replays apart. An event that
+    the consumer has in line for its deal is no duplicate here: it may still end as another letter of the same record.
+    Raises WriteRefused, and what psycopg raises.
+    """
+    nothing = _Waiting({}, {})
+    deals = _deals(tx, "lock_deals", array_literal(sorted({event.deal_id for event in events})))
+    decided = plan(events, (), deals, _marks(tx, events, waiting=False), tx.now, condemned, last_try=True)
+    _write_or_blame(tx, None, decided, nothing, {})
+    return decided
+
+
+def foresee(tx: Transaction, event: Event) -> Decision:
+    """Say what `project_again` would decide of one event now; reads only, locks nothing."""
+    deals = _deals(tx, "read_deals", array_literal([event.deal_id]))
+    decided = plan([event], (), deals, _marks(tx, [event], waiting=False), tx.now, {}, last_try=True)
+    return decided.decisions[0]
+
+
+def _write_or_blame(
+    tx: Transaction, scope: Scope | None, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]
+) -> None:
     try:
         with tx.savepoint():
             _write(tx, scope, decided, waiting, raws)
@@ -100,14 +146,19 @@ def project(
         failing = _find_failing(tx, scope, decided, waiting, raws)
         if not failing:  # it fails as a whole and in no part: nobody to blame
             raise
-        raise DeadLettersFirst(failing, raws) from None
-    return decided
+        raise WriteRefused(failing) from None
 
 
-def _lock_partitions(tx: Transaction, scope: Scope) -> None:
+def prepare(tx: Transaction) -> None:
+    """Let deferred constraints fail where a deal can still be blamed, not at the commit."""
+    tx.execute(STATEMENTS["prepare"])
+
+
+def lock_partitions(tx: Transaction, group: str, topic: str, partitions: Iterable[int]) -> None:
+    """Keep others of the group from the topic's partitions until the transaction ends."""
     keys = [
-        int.from_bytes(hashlib.sha256(f"{scope.group}/{scope.topic}/{number}".encode()).digest()[:8], signed=True)
-        for number in scope.partitions
+        int.from_bytes(hashlib.sha256(f"{group}/{topic}/{number}".encode()).digest()[:8], signed=True)
+        for number in partitions
     ]
     tx.execute(STATEMENTS["lock_partitions"], {"keys": keys})
 
@@ -127,24 +178,25 @@ def _due_deals(tx: Transaction, scope: Scope, now: datetime, limit: int) -> list
     return [row["deal_id"] for row in rows]
 
 
-def _lock_deals(tx: Transaction, deal_ids: str) -> dict[str, Deal]:
-    locked = tx.all(STATEMENTS["lock_deals"], {"deal_ids": deal_ids})
+def _deals(tx: Transaction, statement: str, deal_ids: str) -> dict[str, Deal]:
+    found = tx.all(STATEMENTS[statement], {"deal_ids": deal_ids})
     read = tx.all(STATEMENTS["positions"], {"deal_ids": deal_ids})
     positions = {
         row["deal_id"]: (Position(row["topic_id"], row["partition"], row["offset"]), row["changed_at"]) for row in read
     }
     return {
         row["id"]: Deal(row["tenant_id"], row["chat_status"], row["deleted"], *positions.get(row["id"], (None, None)))
-        for row in locked
+        for row in found
     }
 
 
-def _marks(tx: Transaction, events: Sequence[Event]) -> set[str]:
+def _marks(tx: Transaction, events: Sequence[Event], *, waiting: bool) -> set[str]:
     rows = tx.all(
         STATEMENTS["marks"],
         {
             "prefix_length": len(MARK_PREFIX),
             "keys": array_literal([MARK_PREFIX + event.message_id for event in events]),
+            "waiting": waiting,
             "message_ids": array_literal([event.message_id for event in events]),
         },
     )
@@ -164,7 +216,9 @@ def _waiting(tx: Transaction, deal_ids: str) -> _Waiting:
     return waiting
 
 
-def _write(tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]) -> None:
+def _write(
+    tx: Transaction, scope: Scope | None, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]
+) -> None:
     decisions = decided.decisions
     marks = sorted(MARK_PREFIX + d.event.message_id for d in decisions if d.outcome in _MARKED)
     done = [
@@ -176,7 +230,7 @@ def _write(tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws
         arrays = {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)}
         tx.execute(STATEMENTS["write"], {name: array_literal(values) for name, values in arrays.items()})
     deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED]
-    if deferred:
+    if deferred and scope is not None:
         tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(deferred, raws)})
 
 
@@ -223,7 +277,7 @@ def _deferred_arrays(decisions: Sequence[Decision], raws: Mapping[Position, RawR
 
 
 def _find_failing(
-    tx: Transaction, scope: Scope, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]
+    tx: Transaction, scope: Scope | None, decided: Plan, waiting: _Waiting, raws: Mapping[Position, RawRecord]
 ) -> list[Decision]:
     """Halve the batch by deals, each half under a savepoint, down to the deals whose write PostgreSQL refuses.
 

@@ -19,8 +19,11 @@ from prometheus_client.registry import Collector
 
 from crmctl.adapters import postgres
 from crmctl.adapters.postgres import Database, Transaction
+from crmctl.adapters.topic_reader import TopicReader
 from crmctl.domain.errors import CrmctlError
-from crmctl.jobs import figures
+from crmctl.jobs import figures, list_dead_letters, list_installations
+from crmctl.jobs.dead_letters import STATEMENTS
+from crmctl.settings import Bitrix24Settings
 from crmctl.telemetry.logs import Log
 
 # Seconds. Prometheus gives a scrape ten; scrapes that come together share one snapshot.
@@ -110,6 +113,18 @@ def group(cluster: Cluster) -> Iterator[Metric]:
     yield headroom
 
 
+def installations(tx: Transaction, settings: Bitrix24Settings) -> Iterator[Metric]:
+    """Installations whose finish step has not arrived."""
+    found = list_installations.figures(tx, settings)
+    yield _gauge("crm_installations_stale", "Installations that are new beyond the default TTL", found["stale_count"])
+    yield _gauge(
+        "crm_installations_unclear", "New installations whose portal gave no clear answer", found["unclear_count"]
+    )
+    yield _gauge(
+        "crm_installations_anomalies", "New installations that the sweep must leave alone", found["anomaly_count"]
+    )
+
+
 DATABASE: Final[list[Callable[[Transaction], Iterable[Metric]]]] = [bookings, outbox, jobs, deferred]
 KAFKA: Final[list[Callable[[Cluster], Iterable[Metric]]]] = [group]
 
@@ -129,6 +144,46 @@ def read_database(database: Database) -> list[Metric]:
 def read_kafka(cluster: Cluster) -> list[Metric]:
     """Run every collector of Kafka."""
     return [metric for collector in KAFKA for metric in collector(cluster)]
+
+
+def read_installations(database: Database, settings: Bitrix24Settings) -> list[Metric]:
+    """Read the installations' figures, where they live, in one read-only transaction."""
+    try:
+        found = list(installations(database.begin(read_only=True), settings))
+        database.rollback()
+    except BaseException:
+        database.close()
+        raise
+    return found
+
+
+@dataclass(slots=True)
+class OpenLetters:
+    """Counts open dead letters as `dlq list` does, when the topic or the ledger has changed."""
+
+    database: Database
+    open_reader: Callable[[], TopicReader]
+    _counted: tuple[object, ...] | None = None
+    _count: int = 0
+
+    def read(self) -> list[Metric]:
+        """Read the topic beside its ledger. Raises what the two raise."""
+        reader = self.open_reader()
+        try:
+            tx = self.database.begin(read_only=True)
+            state = (reader.topic.id, reader.first, reader.ends, tx.one(STATEMENTS["state"]))
+            if state != self._counted:
+                self._count = list_dead_letters.query(tx, reader, list_dead_letters.Options(), lambda _: None)[
+                    "open_count"
+                ]
+                self._counted = state
+            self.database.rollback()
+        except BaseException:
+            self.database.close()
+            raise
+        finally:
+            reader.close()
+        return [_gauge("crm_chat_status_dlq_open", "Dead letters that nobody has resolved", self._count)]
 
 
 class Exporter(Collector):

@@ -15,7 +15,14 @@ VERSION_TABLE: Final = "crmctl_schema_version"
 
 REVISIONS: Final[dict[str, tuple[str, ...]]] = {
     "core": ("core_0001",),
-    "bookkeeping": ("bookkeeping_0001", "bookkeeping_0002", "bookkeeping_0003", "bookkeeping_0006"),
+    "bookkeeping": (
+        "bookkeeping_0001",
+        "bookkeeping_0002",
+        "bookkeeping_0003",
+        "bookkeeping_0004",
+        "bookkeeping_0005",
+        "bookkeeping_0006",
+    ),
 }
 
 

@@ -39,6 +39,15 @@ where d.id = any(%(deal_ids)s::uuid[])
 order by d.id
 for no key update
 
+-- name: read_deals
+-- The same without locks, for a look at what a replay would do. By primary key.
+select d.id::text as id,
+       d.tenant_id::text as tenant_id,
+       d.chat_status,
+       d.deleted_at is not null as deleted
+from crm.deals d
+where d.id = any(%(deal_ids)s::uuid[])
+
 -- name: positions
 -- The source positions of the events that the statuses are from; a statement of its own, so that it sees what the last holder of
 -- the locks committed. By primary key.
@@ -47,7 +56,7 @@ from crm.deal_chat_positions p
 where p.deal_id = any(%(deal_ids)s::uuid[])
 
 -- name: marks
--- Which of the batch's messages are done: marked, or waiting for their deal. By primary key and
+-- Which of the batch's messages are done: marked, or (`waiting`) in line for their deal. By primary key and
 -- ix_deferred_messages_message.
 select substr(m.key, %(prefix_length)s::integer + 1) as message_id
 from crm.processed_messages m
@@ -55,7 +64,8 @@ where m.key = any(%(keys)s::text[])
 union all
 select d.message_id::text
 from crm.deferred_messages d
-where d.message_id = any(%(message_ids)s::uuid[])
+where %(waiting)s::boolean
+    and d.message_id = any(%(message_ids)s::uuid[])
 
 -- name: deferred
 -- Everything that waits for one of the deals. Uses ix_deferred_messages_deal.

@@ -9,6 +9,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from crmctl.domain.chat_status import ChatStatus
+
 _BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000)
 
 
@@ -27,6 +29,9 @@ class ChatStatusMetrics:
         self.applied = Counter(
             "crm_chat_status_applied_total", "Events applied to a deal", ["to_status"], registry=self.registry
         )
+        for status in (ChatStatus.PROVISIONING, ChatStatus.FAILED, ChatStatus.READY):
+            # There from the start: Prometheus sees no increase in a series that begins at 5.
+            self.applied.labels(to_status=status.value)
         self.stale = self._counter("stale", "Events that the rank guard skipped")
         self.duplicates = self._counter("duplicates", "Events whose MessageId was done before")
         self.dlq = self._counter("dlq", "Events written to the dead-letter topic")

@@ -1,13 +1,13 @@
 """Pauses of jobs: `crmctl jobs pause` writes them, every batch looks at them.
 
 Revision ID: bookkeeping_0006
-Revises: bookkeeping_0003
+Revises: bookkeeping_0005
 """
 
 from alembic import op
 
 revision = "bookkeeping_0006"
-down_revision = "bookkeeping_0003"
+down_revision = "bookkeeping_0005"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,233 @@
+"""Asking many portals at once, politely: no portal more than twice a second, no transaction open meanwhile.
+
+One portal is one queue of questions. A worker takes the portal whose turn comes first, asks it one question, and
+puts it back. A portal that does not answer holds a worker up once in a run, not once for each of its questions. New
+tokens are stored the moment they arrive, before anything else is done with them.
+"""
+
+import heapq
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final, Protocol
+from uuid import UUID
+
+from crmctl.adapters.bitrix24 import Portals
+from crmctl.domain.errors import ConfigurationError
+from crmctl.domain.installation_reasons import Reason
+from crmctl.domain.installations import Finding, unclear
+from crmctl.domain.portal_answers import Failure, TokenRefused, Tokens, read_app_info, read_renewal
+from crmctl.jobs.job import Run
+
+# Seconds between two requests to one portal: a little more than a half, so that no second holds three of them.
+PAUSE: Final = 0.55
+# Seconds that the requests under way are waited for after a signal; the process is ended soon after.
+_GRACE_AFTER_SIGNAL: Final = 3.5
+_GRACE: Final = 60.0
+# Seconds; how soon the main thread notices a signal or the end of the time budget.
+_GLANCE: Final = 0.05
+# From so many renewals on the run stops early; at its end this many refusals are enough, if they are most.
+_ENOUGH_TO_STOP: Final = 20
+_FEWEST_REFUSALS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A claimed installation with what its portal is asked by. `expires` is in unix seconds.
+
+    `died_before`: the last run that claimed it ended without giving the claim back.
+    """
+
+    installation_id: UUID
+    account_id: UUID
+    member_id: str
+    domain_url: str
+    access_token: str = field(repr=False)
+    refresh_token: str = field(repr=False)
+    expires: int
+    died_before: bool = False
+    token_lost_before: bool = False
+
+
+class TokenStore(Protocol):
+    """Where renewed tokens go."""
+
+    def check(self) -> None:
+        """Raise what would keep a token from being stored now: asked before a renewal, which uses a token up."""
+        ...
+
+    def store(self, question: Question, tokens: Tokens) -> bool:
+        """Replace the question's tokens in a transaction of its own; False where they are not the stored ones."""
+        ...
+
+
+class _Halted(Exception):  # noqa: N818  no error: the run begins nothing new
+    """The run begins nothing new."""
+
+
+@dataclass(slots=True)
+class _Portal:
+    """One portal's questions. `silent`: it did not answer, and is not asked again in this run."""
+
+    questions: deque[Question]
+    next_turn: float = 0.0
+    silent: Finding | None = None
+
+
+class Inquiry:
+    """The questions of one batch and the findings so far."""
+
+    def __init__(self, portals: Portals, store: TokenStore, *, concurrency: int, renews: bool, now: datetime) -> None:
+        self._portals = portals
+        self._store = store
+        self._concurrency = concurrency
+        self._renews = renews
+        self._now = now.timestamp()
+        self._condition = threading.Condition()
+        self._ready: list[tuple[float, int, _Portal]] = []
+        self._order = itertools.count()
+        self._halted = False
+        self._working = 0
+        self._failure: BaseException | None = None
+        self._renewals: Counter[bool] = Counter()
+        self.findings: dict[UUID, Finding] = {}
+
+    def ask(self, questions: Iterable[Question], run: Run) -> dict[UUID, Finding]:
+        """Ask until everything is answered, the time budget is spent or a signal asks to stop.
+
+        Returns what was found; an installation that is not in it was not asked to the end. Raises
+        ConfigurationError when most renewals are refused for our own credentials: nothing may follow from them.
+        """
+        by_host: dict[str, _Portal] = {}
+        for question in questions:
+            by_host.setdefault(question.domain_url.strip().lower(), _Portal(deque())).questions.append(question)
+        self._ready = [(0.0, next(self._order), portal) for portal in by_host.values()]
+        workers = [
+            threading.Thread(target=self._work, name=f"portals-{number}", daemon=True)
+            for number in range(min(self._concurrency, len(by_host)))
+        ]
+        for worker in workers:
+            worker.start()
+        self._watch(run)
+        grace = time.monotonic() + (_GRACE_AFTER_SIGNAL if run.stopping() else _GRACE)
+        for worker in workers:
+            worker.join(max(0.0, grace - time.monotonic()))
+        if self._failure is not None:
+            raise self._failure
+        with self._condition:
+            self._check_credentials(_FEWEST_REFUSALS)
+            return dict(self.findings)
+
+    def _watch(self, run: Run) -> None:
+        with self._condition:
+            while (self._ready or self._working) and not self._halted:
+                if run.stopping() or run.budget.spent:
+                    self._halt()
+                self._condition.wait(_GLANCE)
+
+    def _work(self) -> None:
+        while (portal := self._take()) is not None:
+            try:
+                question = portal.questions.popleft()
+                finding = portal.silent or self._examine(portal, question)
+                with self._condition:
+                    self.findings[question.installation_id] = finding
+            except _Halted:
+                pass
+            except BaseException as error:
+                with self._condition:
+                    self._failure = self._failure or error
+                    self._halt()
+            self._give_back(portal)
+
+    def _take(self) -> _Portal | None:
+        """Wait for a portal whose turn has come; None when there is nothing more to take."""
+        with self._condition:
+            while not self._halted:
+                if not self._ready:
+                    if not self._working:
+                        return None
+                    self._condition.wait(_GLANCE)
+                    continue
+                wait = self._ready[0][0] - time.monotonic()
+                if wait <= 0:
+                    self._working += 1
+                    return heapq.heappop(self._ready)[2]
+                self._condition.wait(min(wait, _GLANCE))
+            return None
+
+    def _give_back(self, portal: _Portal) -> None:
+        with self._condition:
+            self._working -= 1
+            if portal.questions:
+                heapq.heappush(self._ready, (portal.next_turn, next(self._order), portal))
+            self._condition.notify_all()
+
+    def _halt(self) -> None:
+        self._halted = True
+        self._condition.notify_all()
+
+    def _turn(self, portal: _Portal) -> None:
+        """Wait for the portal's turn. Raises _Halted rather than begin a request that the run has no time for."""
+        while not self._halted and (wait := portal.next_turn - time.monotonic()) > 0:
+            time.sleep(min(wait, _GLANCE))
+        if self._halted:
+            raise _Halted
+        portal.next_turn = time.monotonic() + PAUSE
+
+    def _examine(self, portal: _Portal, question: Question) -> Finding:
+        if question.access_token and question.expires > self._now:
+            found = self._app_info(portal, question, question.access_token)
+            if isinstance(found, Finding):
+                return found
+        if not question.refresh_token:
+            return unclear(Reason.TOKEN_MISSING)
+        renewed = self._renew(question)
+        if isinstance(renewed, Finding):
+            return renewed
+        found = self._app_info(portal, question, renewed.access_token)
+        return found if isinstance(found, Finding) else unclear(Reason.TOKEN_INVALID)
+
+    def _app_info(self, portal: _Portal, question: Question, access_token: str) -> Finding | TokenRefused:
+        answer = self._portals.app_info(question.domain_url, access_token, lambda: self._turn(portal))
+        found = read_app_info(answer)
+        if answer.failure in (Failure.TIMEOUT, Failure.UNREACHABLE) and isinstance(found, Finding):
+            portal.silent = found
+        return found
+
+    def _renew(self, question: Question) -> Tokens | Finding:
+        if not self._renews:
+            return unclear(Reason.NOT_REFRESHED)
+        if not self._portals.is_host(question.domain_url):
+            return unclear(Reason.ADDRESS_REFUSED)
+        if self._halted:
+            raise _Halted
+        self._store.check()
+        answer = self._portals.renew(question.refresh_token)
+        renewed = read_renewal(answer, question.member_id)
+        if isinstance(renewed, Tokens):
+            stored = self._store.store(question, renewed)
+        if answer.failure is None:
+            refused = isinstance(renewed, Finding) and renewed.reason is Reason.CLIENT_REFUSED
+            with self._condition:
+                self._renewals[refused] += 1
+                if self._renewals.total() >= _ENOUGH_TO_STOP:
+                    self._check_credentials(_FEWEST_REFUSALS)
+        if isinstance(renewed, Tokens):
+            return renewed if stored else unclear(Reason.TOKEN_CHANGED)
+        if renewed.reason is Reason.TOKEN_INVALID and (question.died_before or question.token_lost_before):
+            return unclear(Reason.TOKEN_LOST)
+        return renewed
+
+    def _check_credentials(self, fewest: int) -> None:
+        refused = self._renewals[True]
+        if refused >= fewest and refused * 2 > self._renewals.total():
+            raise ConfigurationError(
+                f"the OAuth server refuses the application's own credentials ({refused} of"
+                f" {self._renewals.total()} renewals): no installation was changed",
+                hint="check CRMCTL_BITRIX24__CLIENT_ID and CRMCTL_BITRIX24__CLIENT_SECRET",
+            )

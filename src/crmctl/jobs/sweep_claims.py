@@ -1,0 +1,186 @@
+"""The sweep's first two kinds of transactions: the claim, and the token store (jobs/sweep_installations.py)."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+import psycopg
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
+
+from crmctl.adapters import postgres
+from crmctl.adapters.bitrix24 import Portals
+from crmctl.adapters.postgres import Database, Transaction, array_literal
+from crmctl.domain.errors import CrmctlError, TryAgainError, UnavailableError
+from crmctl.domain.installations import Finding, Policy, anomaly
+from crmctl.domain.portal_answers import Tokens
+from crmctl.jobs import sweep_queue
+from crmctl.jobs.ask_portals import Inquiry, Question
+from crmctl.jobs.job import Run
+from crmctl.settings import Bitrix24Settings
+
+T = TypeVar("T")
+_ATTEMPTS: Final = 5
+# Of the advisory lock under which claims are made; the number only has to be the same in every crmctl.
+_TURN: Final = 0x63726D73776570
+# Seconds that a renewed token is tried to be stored for: it is worth more than the run's punctuality.
+_STORE_PATIENCE: Final = 20.0
+# How much longer than the run's time budget and its last requests a lease lasts.
+LEASE_MARGIN: Final = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a batch is about, and what was found; None: its rows are in disorder, so nobody was asked."""
+
+    claimed: frozenset[UUID]
+    findings: Mapping[UUID, Finding | None]
+
+
+class Claims:
+    """Claims installations and asks their portals, on connections of its own. `lease`: how long a claim lasts."""
+
+    def __init__(
+        self, settings: Bitrix24Settings, portals: Portals, connect: Callable[[], Database], lease: timedelta
+    ) -> None:
+        self._settings = settings
+        self._portals = portals
+        self._database = connect()
+        self._store_database = connect()
+        self._lease = lease
+        self._claimed: tuple[str, UUID] | None = None
+
+    def close(self) -> None:
+        """Close both connections."""
+        self._database.close()
+        self._store_database.close()
+
+    def find(
+        self,
+        run: Run,
+        *,
+        policy: Policy,
+        ids: Sequence[UUID],
+        passed: frozenset[UUID],
+        limit: int,
+        dry_run: bool,
+    ) -> Found:
+        """Claim up to `limit` due installations and ask about them; a dry run claims nothing and renews no token.
+
+        Raises ConfigurationError when most renewals are refused for our own credentials. After a failure, here or
+        later, `give_back` is the caller's to call.
+        """
+        params = {
+            **sweep_queue.due_params(self._settings, policy, ids, passed, limit),
+            "lease": self._lease,
+            "run_id": run.id,
+        }
+
+        def take(tx: Transaction) -> tuple[dict[str, str], list[Any], set[UUID], Any]:
+            statements = sweep_queue.statements(tx, self._settings)
+            if not dry_run:
+                tx.execute(statements["take_turn"], {"lock": _TURN})
+            rows = tx.all(statements["look" if dry_run else "claim"], params)
+            taken = {**params, "ids": array_literal([row["installation_id"] for row in rows])}
+            pairs = [sweep_queue.read_pair(row) for row in tx.all(statements["read_pairs"], taken)]
+            healthy = {pair.installation_id for pair in pairs if anomaly(pair) is None}
+            return statements, rows, healthy, tx.now
+
+        statements, rows, healthy, now = self._transaction(take, commit=not dry_run)
+        if not dry_run:
+            self._claimed = statements["give_back"], run.id
+        findings: dict[UUID, Finding | None] = {
+            row["installation_id"]: None for row in rows if row["installation_id"] not in healthy
+        }
+        questions = [Question(**row) for row in rows if row["installation_id"] in healthy]
+        store = _Store(self._store_database, statements["store_token"], self._settings.php_timezone)
+        inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run, now=now)
+        findings |= inquiry.ask(questions, run)
+        return Found(frozenset(row["installation_id"] for row in rows), findings)
+
+    def give_back(self) -> None:
+        """Give up what the run has claimed and not applied. Best effort: a lease that is not given back runs out."""
+        if self._claimed is None:
+            return
+        statement, run_id = self._claimed
+        try:
+            self._transaction(lambda tx: tx.execute(statement, {"run_id": run_id}), commit=True)
+        except (psycopg.Error, CrmctlError):
+            return
+
+    def _transaction(self, work: Callable[[Transaction], T], *, commit: bool) -> T:
+        retrying = Retrying(
+            retry=retry_if_exception(
+                lambda error: isinstance(error, psycopg.Error) and error.sqlstate in postgres.RETRYABLE
+            ),
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_random_exponential(multiplier=0.05, max=1),
+            reraise=True,
+        )
+
+        def attempt() -> T:
+            try:
+                result = work(self._database.begin())
+                if commit:
+                    self._database.commit()
+                return result
+            finally:
+                self._database.rollback()
+
+        return retrying(attempt)
+
+
+class _Store:
+    """Stores renewed tokens, one at a time, on one connection that several threads take turns at."""
+
+    def __init__(self, database: Database, statement: str, zone: str) -> None:
+        self._database = database
+        self._statement = statement
+        self._zone = zone
+        self._turn = threading.Lock()
+
+    def check(self) -> None:
+        """Begin a transaction and end it: raises where there is no connection to be had."""
+        with self._turn:
+            self._database.begin()
+            self._database.rollback()
+
+    def store(self, question: Question, tokens: Tokens) -> bool:
+        """Replace the tokens if the stored refresh token is the one that was used; False where it is not.
+
+        Tries for 20 s what may succeed later: the token that it replaces is used up.
+        """
+        params = {
+            "account_id": question.account_id,
+            "old_refresh_token": question.refresh_token,
+            "access_token": tokens.access_token,
+            "refresh_token": tokens.refresh_token,
+            "expires": tokens.expires,
+            "expires_in": tokens.expires_in,
+            "zone": self._zone,
+        }
+
+        def attempt() -> bool:
+            try:
+                stored = self._database.begin().first(self._statement, params) is not None
+                self._database.commit()
+            except BaseException:
+                self._database.close()
+                raise
+            return stored
+
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_delay(_STORE_PATIENCE),
+            reraise=True,
+            wait=wait_random_exponential(multiplier=0.1, max=2),
+        )
+        with self._turn:
+            return retrying(attempt)
+
+
+def _may_pass(error: BaseException) -> bool:
+    failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
+    return isinstance(failure, UnavailableError | TryAgainError)

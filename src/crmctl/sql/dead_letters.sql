@@ -1,0 +1,129 @@
+-- The ledger of dead letters. `topic_id` is the dead-letter topic's; arrays of one statement are parallel.
+
+-- name: floors
+-- Where the first letter that is not closed stands, by partition, from the first offset that the topic still holds.
+-- Walks the primary key along the closed prefix.
+select p.partition,
+       coalesce(
+           (
+               select r."offset" + 1
+               from crm.dlq_resolutions r
+               where r.topic_id = %(topic_id)s
+                   and r.partition = p.partition
+                   and r."offset" >= p.first
+                   and r.resolution <> 'failed'
+                   and not exists (
+                       select
+                       from crm.dlq_resolutions n
+                       where n.topic_id = r.topic_id
+                           and n.partition = r.partition
+                           and n."offset" = r."offset" + 1
+                           and n.resolution <> 'failed'
+                   )
+                   and exists (
+                       select
+                       from crm.dlq_resolutions f
+                       where f.topic_id = r.topic_id
+                           and f.partition = r.partition
+                           and f."offset" = p.first
+                           and f.resolution <> 'failed'
+                   )
+               order by r."offset"
+               limit 1
+           ),
+           p.first
+       ) as floor
+from unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+
+-- name: rows
+-- The ledger's rows of a run of letters in each partition. A range of the primary key; `offset 0` keeps the planner from
+-- a join that reads the whole ledger while its statistics are old.
+select r.*
+from unnest(%(partitions)s::integer[], %(first)s::bigint[], %(last)s::bigint[]) as u (partition, first, last)
+cross join lateral (
+    select d.partition, d."offset", d.resolution, d.attempts, d.code, d.reason, d.resolved_by, d.run_id, d.resolved_at
+    from crm.dlq_resolutions d
+    where d.topic_id = %(topic_id)s
+        and d.partition = u.partition
+        and d."offset" between u.first and u.last
+    order by d."offset"
+    offset 0
+) r
+
+-- name: closed_sources
+-- Which source records are done by any of their letters. By ix_dlq_resolutions_source, one look each.
+select r.*
+from unnest(%(topic_ids)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[]) as u (topic_id, partition, position)
+cross join lateral (
+    select d.source_topic_id, d.source_partition, d.source_offset, d.resolution, d.reason, d.resolved_by, d.run_id,
+           d.resolved_at
+    from crm.dlq_resolutions d
+    where d.source_topic_id = u.topic_id
+        and d.source_partition = u.partition
+        and d.source_offset = u.position
+        and d.resolution <> 'failed'
+    limit 1
+) r
+
+-- name: record
+-- What became of letters. A row that is closed stays as it is.
+insert into crm.dlq_resolutions as d
+    (topic_id, partition, "offset", source_topic_id, source_partition, source_offset, resolution, code, reason,
+     attempts, resolved_by, run_id)
+select %(topic_id)s, u.partition, u.position, u.source_topic_id, u.source_partition, u.source_offset, u.resolution,
+       u.code, u.reason, u.attempts, %(resolved_by)s, %(run_id)s
+from unnest(
+    %(partitions)s::integer[], %(offsets)s::bigint[], %(source_topic_ids)s::text[], %(source_partitions)s::integer[],
+    %(source_offsets)s::bigint[], %(resolutions)s::text[], %(codes)s::text[], %(reasons)s::text[],
+    %(attempts)s::integer[]
+) as u (partition, position, source_topic_id, source_partition, source_offset, resolution, code, reason, attempts)
+on conflict (topic_id, partition, "offset") do update
+set resolution = excluded.resolution,
+    code = excluded.code,
+    reason = excluded.reason,
+    attempts = excluded.attempts,
+    resolved_by = excluded.resolved_by,
+    run_id = excluded.run_id,
+    resolved_at = now()
+where d.resolution = 'failed'
+
+-- name: lost
+-- Letters that were never closed and that the topic holds no more: those before its first offsets, and those of
+-- earlier topics of this name that failed a replay. By primary key and ix_dlq_resolutions_failed.
+select (
+    select coalesce(sum(p.first), 0)
+    from unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+) - (
+    select count(*)
+    from unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+    join crm.dlq_resolutions r
+        on r.topic_id = %(topic_id)s
+        and r.partition = p.partition
+        and r."offset" < p.first
+        and r.resolution <> 'failed'
+) + (
+    select count(*)
+    from crm.dlq_resolutions r
+    where r.resolution = 'failed'
+        and r.topic_id <> %(topic_id)s
+        and not exists (
+            select
+            from crm.dlq_resolutions c
+            where c.source_topic_id = r.source_topic_id
+                and c.source_partition = r.source_partition
+                and c.source_offset = r.source_offset
+                and c.resolution <> 'failed'
+        )
+) as lost_count
+
+-- name: state
+-- Changes with every row that is written; who counted before need not count again while it is the same.
+select count(*) as row_count, max(r.resolved_at) as last_at
+from crm.dlq_resolutions r
+
+-- name: deal
+-- The deal of a letter as it is now.
+select d.id, d.tenant_id, d.status, d.chat_status, d.deleted_at, d.updated_at, p.topic_id, p.partition, p."offset"
+from crm.deals d
+left join crm.deal_chat_positions p on p.deal_id = d.id
+where d.id = %(deal_id)s::uuid
