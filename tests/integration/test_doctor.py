@@ -1,6 +1,7 @@
 """`crmctl doctor` and `crmctl status`: each fault is named with its fix, by both, in text and JSON, and in time."""
 
 import json
+import os
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from crmctl.dev import bitrix24_tables
 from crmctl.dev.bitrix24_portal import Bitrix24StandIn, error
 from crmctl.dev.kafka import temporary_kafka
 from crmctl.dev.kafka_server import KafkaServer
+from crmctl.dev.postgres import temporary_server
 from crmctl.domain.grants import Kind
 from crmctl.domain.topics import BOOKING_EXPIRED_TOPIC, CHAT_STATUS_DLQ_TOPIC
 from crmctl.jobs import examine_database, examine_dead_letters, examine_installations, examine_kafka
@@ -256,6 +258,18 @@ def test_a_server_that_is_read_only(world: World) -> None:
     assert "read-only" in fault["detail"]
 
 
+def test_a_standby(world: World) -> None:
+    with temporary_server() as server:
+        assert run_crmctl("db", "upgrade", database=server.url()).exit_code == 0
+        server.stop()
+        (server.data / "standby.signal").touch()
+        os.chown(server.data / "standby.signal", server.data.stat().st_uid, server.data.stat().st_gid)
+        server.start(fsync=False, dies_with_parent=True)
+        fault = world.fault("writable", 75, url=server.url())
+        assert "standby" in fault["detail"]
+        assert world.run("status", "-o", "json", url=server.url()).json["outbox"]["pending_count"] == 0
+
+
 @pytest.mark.parametrize(("offset", "result", "code"), [("7200", "failed", 78), ("-60", "warning", 0)])
 def test_clocks_that_differ(world: World, offset: str, result: str, code: int) -> None:
     skewed = {"PYTHONPATH": str(FAKE_CLOCK), "FAKE_CLOCK_OFFSET_SECONDS": offset}
@@ -424,6 +438,24 @@ def test_a_consumer_that_is_stopped(world: World) -> None:
 def test_a_consumer_that_is_between_two_runs_is_a_warning(world: World) -> None:
     world.kafka.produce(world.topic, [Outgoing(value=b"{}", partition=0)])
     assert world.fault("group", 0)["result"] == "warning"
+
+
+def test_a_consumer_that_is_behind(world: World) -> None:
+    """It is a member of the group, and stands still: it is paused."""
+    world.kafka.produce(world.topic, [Outgoing(value=b"{}", partition=0, timestamp_ms=hour_ago_ms())])
+    world.connection.execute("insert into crm.job_pauses values ('consume-chat-status', 'a test', 'night shift')")
+    with start_crmctl("chat-status", "consume", database=world.database, env=world.env) as consumer:
+        try:
+
+            def joined() -> bool:
+                status = world.run("status", "-o", "json").json["group"]
+                return status is not None and status["members"] == 1
+
+            wait_until(joined, "the consumer to join", seconds=60)
+            fault = world.fault("group", 75)
+        finally:
+            consumer.kill()
+    assert "the consumer is behind: 1 records are unread" in fault["detail"]
 
 
 def test_retention_that_took_unread_records(world: World, broker: KafkaServer) -> None:

@@ -182,7 +182,7 @@ def _grants(_part: Part, tx: Transaction, look: Look) -> Check:
 def _jobs(part: Part, tx: Transaction, _look: Look) -> Check:
     found = part.figures["jobs"] = figures.jobs(tx)
     if paused := [job for job in found if job.paused]:
-        words = [f"{job.job} by {job.paused_by} since {job.paused_at}: {job.pause_reason}" for job in paused]
+        words = [f"{job.job} by {job.paused_by} since {_moment(job.paused_at)}: {job.pause_reason}" for job in paused]
         names = " ".join(job.job for job in paused)
         return warning("jobs", f"paused: {'; '.join(words)}", f"when its reason is gone: crmctl jobs resume {names}")
     failing = [
@@ -191,7 +191,7 @@ def _jobs(part: Part, tx: Transaction, _look: Look) -> Check:
         if job.last_failure_at and (job.last_success_at is None or job.last_failure_at > job.last_success_at)
     ]
     if failing:
-        words = [f"{job.job} failed at {job.last_failure_at}" for job in failing]
+        words = [f"{job.job} failed at {_moment(job.last_failure_at)}" for job in failing]
         return warning("jobs", "; ".join(words), f"crmctl runs list --failed --job {failing[0].job}")
     return ok("jobs", "none is paused, and the last run of each that left a record was good")
 
@@ -266,6 +266,10 @@ def _lacks(tx: Transaction, look: Look, kind: Kind, missing: list[str]) -> Grant
 def _listed(items: list[str]) -> str:
     more = f" and {len(items) - _LIST_LIMIT} more" if len(items) > _LIST_LIMIT else ""
     return "; ".join(items[:_LIST_LIMIT]) + more
+
+
+def _moment(value: datetime | None) -> str:
+    return "?" if value is None else value.isoformat(timespec="seconds")
 
 
 def _minutes(value: timedelta) -> str:
