@@ -139,6 +139,9 @@ def test_the_roles_are_checked_where_there_are_any(world: World) -> None:
         if check["name"] == "grants"
     ]
     assert (grants["result"], "reads only" in grants["detail"]) == ("ok", True)
+    status = world.run("status", "-o", "json", url=roles.login(Kind.READONLY))
+    assert (status.exit_code, status.json["faults"]) == (0, [])
+    assert all(status.json[queue] is not None for queue in ("bookings", "outbox", "deferred", "group", "jobs"))
 
 
 def test_open_letters_and_installs_that_are_unclear_are_warnings_with_their_figures(world: World) -> None:
