@@ -21,7 +21,6 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from psycopg.conninfo import make_conninfo
 
 from crmctl.adapters.postgres import Database as Transactions
 from crmctl.adapters.record_source import RecordSource
@@ -30,12 +29,14 @@ from crmctl.dev import messenger
 from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import Decision, ErrorCode, Position
 from crmctl.domain.chat_status_decoding import decode
+from crmctl.domain.grants import Kind
 from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, project
 from crmctl.settings import DatabaseSettings
 from crmctl.telemetry import logs
 from tests.chat_status_support import Chat, Deal, edited, log_lines, outgoing
 from tests.expire_support import Connection, closed_gate, fingerprints, finish, rows, runs, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
+from tests.roles_support import Roles
 from tests.support import CallResult, Database, insert_booking, insert_deal, run_crmctl
 from tests.unit.test_chat_status_decoding import CASES
 
@@ -754,26 +755,11 @@ def test_a_batch_takes_no_more_retries_than_its_limit_and_the_longest_due_first(
 
 # --- the chat role, and others at work on the same deals --------------------------------------------------------------
 
-GRANTS: Final = """
-grant usage on schema crm to {role};
-grant select, update (chat_status, updated_at) on crm.deals to {role};
-grant select, insert, update on crm.deal_chat_positions to {role};
-grant select, insert on crm.processed_messages to {role};
-grant select, insert, update, delete on crm.deferred_messages to {role};
-grant insert on crm.job_runs to {role};
-grant select on crm.crmctl_schema_version, crm.crmctl_compatibility to {role};
-"""
-
 
 @pytest.fixture
-def chat_role(database: Database) -> Iterator[str]:
-    """The address of the database for a role with the grants that the consumer needs, and no others."""
-    connection, role = database.connect(), f"chat_{uuid.uuid4().hex}"
-    connection.execute(f"create role {role} login password 'chat'".encode())
-    connection.execute(GRANTS.format(role=role).encode())
-    yield make_conninfo(database.url, user=role, password="chat")
-    connection.execute(f"drop owned by {role} cascade".encode())
-    connection.execute(f"drop role {role}".encode())
+def chat_role(database: Database) -> str:
+    """The address of the database for a user with the chat role of `crmctl db roles`, and no other."""
+    return Roles.make(database).login(Kind.CHAT)
 
 
 def test_the_consumer_does_all_its_work_with_the_grants_of_the_chat_role(chat: Chat, chat_role: str) -> None:

@@ -15,14 +15,17 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from crmctl.dev import bitrix24_tables
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn, error
 from crmctl.dev.kafka import temporary_kafka
 from crmctl.dev.kafka_server import KafkaServer
 from crmctl.domain.grants import Kind
 from crmctl.domain.topics import BOOKING_EXPIRED_TOPIC, CHAT_STATUS_DLQ_TOPIC
-from crmctl.jobs import examine_database, examine_kafka
+from crmctl.jobs import examine_database, examine_dead_letters, examine_installations, examine_kafka
 from crmctl.migrations import heads
 from tests.chat_status_support import hour_ago_ms
 from tests.expire_support import Connection, expire, finish, insert_due, rows, wait_until
+from tests.installations_support import insert_pair, verify
 from tests.kafka_fixtures import Kafka, Outgoing, create_topic
 from tests.relay_support import insert_event, run_forked
 from tests.roles_support import Roles
@@ -61,6 +64,7 @@ class World:
             "CRMCTL_KAFKA__BOOTSTRAP_SERVERS": broker.bootstrap_servers,
             "CRMCTL_CHAT_STATUS__TOPIC": self.topic,
             "CRMCTL_CHAT_STATUS__GROUP": f"group-{self.topic}",
+            "CRMCTL_CHAT_STATUS__DLQ_GROUP": f"group-{self.topic}-dlq",
         }
 
     def run(self, *args: str, url: str | None = None, env: Mapping[str, str] | None = None) -> CallResult:
@@ -108,7 +112,13 @@ def test_a_healthy_system_is_0_and_every_check_is_there(world: World) -> None:
     result = world.run("doctor", "-o", "json")
     assert result.exit_code == 0, result
     checks = {check["name"]: check["result"] for check in result.json["checks"]}
-    assert tuple(checks) == ("settings", *examine_database.CHECKS, *examine_kafka.CHECKS)
+    assert tuple(checks) == (
+        "settings",
+        *examine_database.CHECKS,
+        *examine_kafka.CHECKS,
+        *examine_dead_letters.CHECKS,
+        *examine_installations.CHECKS,
+    )
     assert set(checks.values()) <= {"ok", "skipped"}
     assert all(check["detail"] for check in result.json["checks"])
     status = world.run("status", "-o", "json")
@@ -130,6 +140,37 @@ def test_the_roles_are_checked_where_there_are_any(world: World) -> None:
         if check["name"] == "grants"
     ]
     assert (grants["result"], "reads only" in grants["detail"]) == ("ok", True)
+
+
+def test_open_letters_and_installs_that_are_unclear_are_warnings_with_their_figures(world: World) -> None:
+    bitrix24_tables.create(world.connection)
+    pair = insert_pair(world.connection, age=timedelta(hours=2))
+    letters = f"letters-{uuid.uuid4().hex[:8]}"
+    create_topic(world.kafka.bootstrap_servers, letters, partitions=3)
+    env = {"CRMCTL_CHAT_STATUS__DLQ_TOPIC": letters}
+    assert world.run("status", "-o", "json", env=env).json["installations"]["stale_count"] == 1
+    with Bitrix24StandIn() as portal:
+        portal.portals[pair.domain] = error("INTERNAL", status=500)
+        assert verify(world.database, portal).exit_code == 0
+    world.kafka.produce(letters, ["no event"])
+    status = world.run("status", "-o", "json", env=env).json
+    assert status["dead_letters"] == {"open_count": 1, "lost_count": 0}
+    assert status["installations"] == {"stale_count": 1, "unclear_count": 1, "anomaly_count": 0}
+    faults = {fault["name"]: fault for fault in status["faults"]}
+    assert "crmctl dlq list" in faults["dead-letters"]["fix"]
+    assert "crmctl installations list" in faults["installations"]["fix"]
+    shown = world.run("status", env=env).stdout
+    assert "Dead letters: open, lost" in shown
+
+
+def test_credentials_that_bitrix24_does_not_know_are_a_fault(world: World) -> None:
+    with Bitrix24StandIn() as portal:
+        good = world.run("doctor", "-o", "json", env=portal.settings)
+        assert {c["name"]: c["result"] for c in good.json["checks"]}["portal credentials"] == "ok"
+        wrong = portal.settings | {"CRMCTL_BITRIX24__CLIENT_SECRET": "not-the-secret"}
+        found = world.fault("portal credentials", 78, env=wrong)
+        assert "refuses" in found["detail"]
+        assert "not-the-secret" not in str(found)
 
 
 def test_watch_prints_one_document_a_line_until_a_signal(world: World) -> None:

@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from datetime import timedelta
+from datetime import UTC, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -25,6 +25,8 @@ from tests.installations_support import (
     statuses,
     sweep,
 )
+from tests.kafka_fixtures import Kafka, MakeTopic
+from tests.relay_support import envelope, relay
 from tests.support import CallResult, Database, run_crmctl
 
 
@@ -104,6 +106,8 @@ class TestTheAudit:
         sweep(database)
         (row,) = journal(connection, pair)
         assert row["id"].version == 7
+        written = row["created_at_utc"].replace(tzinfo=UTC).timestamp()
+        assert abs((row["id"].int >> 80) / 1000 - written) < 1
         assert re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", row["label"])
         assert len(row["label"]) <= 63
         assert row["level"] in {"emergency", "alert", "critical", "error", "warning", "notice", "info", "debug"}
@@ -507,6 +511,8 @@ def test_a_database_of_its_own(database: Database, postgres_server: Any) -> None
         assert sweep(database, env=env).exit_code == 78
         done = run_crmctl("db", "upgrade", "--database", "installations", database=database, env=env)
         assert done.exit_code == 0, done.stderr
+        checked = run_crmctl("db", "check", "--database", "installations", "-o", "json", database=database, env=env)
+        assert {part["state"] for part in checked.json["parts"]} == {"current"}
         assert sweep(database, env=env).json["blocked_count"] == 1
         assert len(events(own.connect(), pair)) == 1
         assert [run["job"] for run in runs(own.connect())] == ["sweep-installations"]
@@ -563,3 +569,24 @@ class TestReading:
     ) -> None:
         shown = run_crmctl("installations", "show", str(UUID(int=9)), "-o", "json", database=database)
         assert (shown.exit_code, shown.json["error"]["code"]) == (10, "CRM_INSTALLATION_NOT_FOUND")
+
+
+def test_its_event_arrives_in_kafka(
+    database: Database, connection: psycopg.Connection[Any], kafka: Kafka, make_topic: MakeTopic
+) -> None:
+    pair = insert_pair(connection)
+    done = sweep(database, "--action", "delete")
+    (event,) = events(connection, pair)
+    topic = make_topic()
+    connection.execute("update crm.outbox_messages set topic = %s", (topic,))
+    assert relay(database, kafka.bootstrap_servers).json["published_count"] == 1
+    (record,) = kafka.read(topic)
+    assert record.key == str(pair.installation_id).encode()
+    sent = envelope(record)
+    assert (sent["AggregateType"], sent["AggregateId"], sent["ContractVersion"], sent["MessageId"]) == (
+        "ApplicationInstallation",
+        str(pair.installation_id),
+        1,
+        str(event["id"]),
+    )
+    assert (sent["Payload"]["RunId"], sent["Payload"]["InstallationToStatus"]) == (done.json["run_id"], "deleted")

@@ -227,22 +227,34 @@ class TestUnclearOnes:
     def test_they_back_off_and_end_after_the_unclear_ttl(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
-        pair = insert_pair(connection, age=31 * DAY)
+        pair = insert_pair(connection, age=29 * DAY)
         portal.portals[pair.domain] = error("PORTAL_DELETED")
         pauses = []
-        for attempts in (1, 2):
+        for attempts in (1, 2, 3):
             assert verdict_of(verify(database, portal)) == ("unclear", "PORTAL_DELETED", "left")
             row = check(connection, pair)
             assert row["attempts"] == attempts
             pauses.append(row["next_check_at"] - row["last_checked_at"])
             assert verify(database, portal).json["checked_count"] == 0
             make_due(connection)
-        assert pauses == [timedelta(minutes=15), timedelta(minutes=30)]
+        assert pauses == [timedelta(minutes=15), timedelta(minutes=30), timedelta(hours=1)]
+        connection.execute(
+            "update b24lib_application_installations set created_at_utc = created_at_utc - interval '1 day'"
+        )
         result = verify(database, portal)
         assert verdict_of(result) == ("unclear", "PORTAL_DELETED", "blocked")
         assert statuses(connection, pair) == ("blocked", "blocked")
         assert result.json["installations"][0]["ttl_seconds"] == 30 * 86_400
         assert_audit(connection, pair.installation_id, result)
+
+    def test_the_unclear_ttl_is_an_option(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection, age=2 * DAY)
+        portal.portals[pair.domain] = Reply(500)
+        assert verdict_of(verify(database, portal, "--unclear-ttl", "49h"))[2] == "left"
+        make_due(connection)
+        assert verdict_of(verify(database, portal, "--unclear-ttl", "47h"))[2] == "blocked"
 
     def test_a_good_answer_begins_the_count_anew(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
@@ -573,6 +585,19 @@ class TestBetweenClaimAndApply:
         assert verify(database, portal).json["blocked_count"] == 1
         assert [request.host for request in portal.requests] == [elsewhere.domain]
         assert statuses(connection, second) == ("new", "new")
+
+    def test_an_apply_that_fails_gives_its_claims_back(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        pair = insert_pair(connection)
+        portal.portals[pair.domain] = error("NOT_INSTALLED")
+        with psycopg.connect(database.url) as holder:
+            holder.execute("lock table b24lib_journal in exclusive mode")
+            result = verify(database, portal, CRMCTL_DATABASE__LOCK_TIMEOUT="300ms")
+        assert (result.exit_code, result.json["error"]["code"]) == (75, "CRMCTL_TRY_AGAIN")
+        assert statuses(connection, pair) == ("new", "new")
+        assert [(run["outcome"], run["error_code"]) for run in runs(connection)] == [("failed", "CRMCTL_TRY_AGAIN")]
+        assert verify(database, portal).json["deleted_count"] == 1
 
     def test_two_sweeps_at_once_ask_each_portal_once(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

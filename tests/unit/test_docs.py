@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from crmctl.cli.app import app
 from crmctl.cli.exits import Exit
 from crmctl.domain.events import BOOKING_EXPIRED, INSTALLATION_MARKED_STALE, EventContract
-from crmctl.domain.installations import Reason
+from crmctl.domain.installation_reasons import Reason
 from crmctl.domain.jobs import NAMES
 from crmctl.settings import Settings
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from crmctl.domain.installations import INSTALLED, NOT_INSTALLED, UNFINISHED, Finding, Reason, unclear
+from crmctl.domain.installation_reasons import Reason
+from crmctl.domain.installations import INSTALLED, NOT_INSTALLED, UNFINISHED, Finding, unclear
 from crmctl.domain.portal_answers import Answer, Failure, TokenRefused, Tokens, read_app_info, read_renewal
 
 

@@ -42,9 +42,11 @@ class TopicReader:
     _mirrored_at: float = 0.0
 
     @classmethod
-    def open(cls, consumer: Consumer, admin: AdminClient, name: str, log: Log) -> "TopicReader":
-        """Look the topic up. Raises UnavailableError, or ConfigurationError if it does not exist."""
-        topic = describe_topic(admin, name, _CALL_SECONDS)
+    def open(
+        cls, consumer: Consumer, admin: AdminClient, name: str, log: Log, seconds: float = _CALL_SECONDS
+    ) -> "TopicReader":
+        """Look the topic up within so long. Raises UnavailableError, or ConfigurationError if it does not exist."""
+        topic = describe_topic(admin, name, seconds)
         numbers = range(topic.partition_count)
         return cls(
             consumer,

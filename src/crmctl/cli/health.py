@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,8 @@ from crmctl.cli import output
 from crmctl.cli.options import Output, duration
 
 if TYPE_CHECKING:
+    from pydantic import SecretStr
+
     from crmctl.cli.run import Command
     from crmctl.domain.health import Check
 
@@ -90,14 +92,22 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
     from functools import partial
 
     from crmctl.adapters import kafka, postgres
+    from crmctl.adapters.bitrix24 import Bitrix24
+    from crmctl.adapters.postgres import Database
+    from crmctl.adapters.topic_reader import TopicReader
     from crmctl.domain import health
     from crmctl.domain.errors import ConfigurationError
-    from crmctl.jobs import examine, examine_database, examine_kafka
+    from crmctl.jobs import examine, examine_database, examine_dead_letters, examine_installations, examine_kafka
 
     try:
         settings = command.settings
     except ConfigurationError as error:
-        names = (*examine_database.CHECKS, *examine_kafka.CHECKS)
+        names = (
+            *examine_database.CHECKS,
+            *examine_kafka.CHECKS,
+            *examine_dead_letters.CHECKS,
+            *examine_installations.CHECKS,
+        )
         why = "the settings cannot be read"
         return [health.failed("settings", error), *(health.skipped(name, why) for name in names)], {}
     limits = settings.database.model_copy(update={"connect_timeout": timedelta(seconds=_CONNECT_SECONDS)})
@@ -112,8 +122,32 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         reader=lambda: kafka.consumer(brokers, command.log, group=settings.chat_status.group),
         chat=settings.chat_status,
     )
-    parts = {"database": examine.Part(examine_database.CHECKS), "kafka": examine.Part(examine_kafka.CHECKS)}
-    looks = {
+
+    def open_reader() -> TopicReader:
+        member = kafka.consumer(brokers, command.log, group=settings.chat_status.dlq_group, enable_partition_eof=True)
+        admin = kafka.admin(brokers, command.log)
+        return TopicReader.open(member, admin, settings.chat_status.dlq_topic, command.log, _CONNECT_SECONDS)
+
+    def connection(url: "SecretStr | None" = None) -> Database:
+        dsn = (
+            url.get_secret_value() if url else settings.database_url.get_secret_value() if settings.database_url else ""
+        )
+        return Database(dsn, limits, application_name="crmctl doctor")
+
+    bitrix24 = settings.bitrix24.model_copy(update={"request_timeout": timedelta(seconds=_CONNECT_SECONDS)})
+    letters = examine_dead_letters.Look(connection(), open_reader)
+    portals = examine_installations.Look(
+        connection(settings.installations_database_url), bitrix24, lambda: Bitrix24(bitrix24)
+    )
+    parts = {
+        "database": examine.Part(examine_database.CHECKS),
+        "kafka": examine.Part(examine_kafka.CHECKS),
+        "dead letters": examine.Part(examine_dead_letters.CHECKS),
+        "installations": examine.Part(examine_installations.CHECKS),
+    }
+    looks: dict[str, Callable[[examine.Part], None]] = {
+        "dead letters": partial(examine_dead_letters.examine_dead_letters, look=letters),
+        "installations": partial(examine_installations.examine_installations, look=portals),
         "database": partial(examine_database.examine_database, look=database),
         "kafka": partial(examine_kafka.examine_kafka, look=cluster),
     }
@@ -149,6 +183,8 @@ def _status(checks: Iterable["Check"], figures: Mapping[str, Any]) -> dict[str, 
         "outbox": asdict(figures["outbox"]) if "outbox" in figures else None,
         "deferred": asdict(figures["deferred"]) if "deferred" in figures else None,
         "group": group.document() if group else None,
+        "dead_letters": asdict(figures["dead_letters"]) if "dead_letters" in figures else None,
+        "installations": asdict(figures["installations"]) if "installations" in figures else None,
         "jobs": [asdict(job) for job in figures["jobs"]] if "jobs" in figures else None,
     }
 
@@ -192,6 +228,11 @@ def _queues(document: Mapping[str, Any]) -> dict[str, object]:
         lines["  oldest record, s"] = round(group["lag_seconds"])
     if deferred:
         lines["Waiting for their deal"] = deferred["deferred_count"]
+    if letters := document["dead_letters"]:
+        lines["Dead letters: open, lost"] = f"{letters['open_count']}, {letters['lost_count']}"
+    if pairs := document["installations"]:
+        names = ("stale_count", "unclear_count", "anomaly_count")
+        lines["Installations: stale, unclear, anomalies"] = ", ".join(str(pairs[name]) for name in names)
     return lines
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import typer
+
 from crmctl.adapters.bitrix24 import Bitrix24
 from crmctl.adapters.postgres import Database
 from crmctl.cli.run import Command
@@ -13,7 +15,7 @@ from crmctl.jobs.sweep_installations import JOB_NAME
 
 @contextmanager
 def sweep_claims(command: Command, time_budget: timedelta) -> Iterator[Claims]:
-    """The claims of a run, whose leases outlast its time budget; their connections are closed in the end."""
+    """The claims of a run, whose leases outlast its time budget. A run that fails gives them back."""
     settings = command.settings
     dsn = command.dsn()
     claims = Claims(
@@ -24,5 +26,10 @@ def sweep_claims(command: Command, time_budget: timedelta) -> Iterator[Claims]:
     )
     try:
         yield claims
+    except typer.Exit:
+        raise
+    except BaseException:
+        claims.give_back()
+        raise
     finally:
         claims.close()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from crmctl.domain.installations import INSTALLED, NOT_INSTALLED, UNFINISHED, Finding, Reason, unclear
+from crmctl.domain.installation_reasons import Reason
+from crmctl.domain.installations import INSTALLED, NOT_INSTALLED, UNFINISHED, Finding, unclear
 
 # The columns of bitrix24-php-lib are varchar(255).
 _LONGEST_TOKEN: Final = 255

@@ -18,7 +18,8 @@ from uuid import UUID
 
 from crmctl.adapters.bitrix24 import Portals
 from crmctl.domain.errors import ConfigurationError
-from crmctl.domain.installations import Finding, Reason, unclear
+from crmctl.domain.installation_reasons import Reason
+from crmctl.domain.installations import Finding, unclear
 from crmctl.domain.portal_answers import Failure, TokenRefused, Tokens, read_app_info, read_renewal
 from crmctl.jobs.job import Run
 

@@ -6,7 +6,8 @@ from uuid import UUID
 from crmctl.adapters.postgres import Transaction, array_literal
 from crmctl.domain.errors import InstallationNotFoundError
 from crmctl.domain.events import INSTALLATION_MARKED_STALE
-from crmctl.domain.installations import Pair, Policy, Reason, Status, anomaly, explain
+from crmctl.domain.installation_reasons import Reason, explain
+from crmctl.domain.installations import Pair, Policy, Status, anomaly
 from crmctl.domain.times import format_duration
 from crmctl.jobs import sweep_queue
 from crmctl.jobs.list_installations import statements

@@ -11,7 +11,8 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from crmctl.domain.installations import Decision, Verdict, explain
+from crmctl.domain.installation_reasons import explain
+from crmctl.domain.installations import Decision, Verdict
 
 LABEL: Final = "stale-installation"
 OVERRIDE_LABEL: Final = "stale-installation-override"

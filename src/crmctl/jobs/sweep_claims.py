@@ -50,6 +50,7 @@ class Claims:
         self._database = connect()
         self._store_database = connect()
         self._lease = lease
+        self._claimed: tuple[str, UUID] | None = None
 
     def close(self) -> None:
         """Close both connections."""
@@ -68,7 +69,8 @@ class Claims:
     ) -> Found:
         """Claim up to `limit` due installations and ask about them; a dry run claims nothing and renews no token.
 
-        Raises ConfigurationError when most renewals are refused for our own credentials; the claims are given back.
+        Raises ConfigurationError when most renewals are refused for our own credentials. After a failure, here or
+        later, `give_back` is the caller's to call.
         """
         params = {
             **sweep_queue.due_params(self._settings, policy, ids, passed, limit),
@@ -87,27 +89,24 @@ class Claims:
             return statements, rows, healthy, tx.now
 
         statements, rows, healthy, now = self._transaction(take, commit=not dry_run)
+        if not dry_run:
+            self._claimed = statements["give_back"], run.id
         findings: dict[UUID, Finding | None] = {
             row["installation_id"]: None for row in rows if row["installation_id"] not in healthy
         }
         questions = [Question(**row) for row in rows if row["installation_id"] in healthy]
         store = _Store(self._store_database, statements["store_token"], self._settings.php_timezone)
         inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run, now=now)
-        try:
-            findings |= inquiry.ask(questions, run)
-        except BaseException:
-            self._give_back(statements["give_back"], run, dry_run=dry_run)
-            raise
-        if run.stopping():
-            self._give_back(statements["give_back"], run, dry_run=dry_run)
+        findings |= inquiry.ask(questions, run)
         return Found(frozenset(row["installation_id"] for row in rows), findings)
 
-    def _give_back(self, statement: str, run: Run, *, dry_run: bool) -> None:
-        """Best effort: a lease that is not given back runs out."""
-        if dry_run:
+    def give_back(self) -> None:
+        """Give up what the run has claimed and not applied. Best effort: a lease that is not given back runs out."""
+        if self._claimed is None:
             return
+        statement, run_id = self._claimed
         try:
-            self._transaction(lambda tx: tx.execute(statement, {"run_id": run.id}), commit=True)
+            self._transaction(lambda tx: tx.execute(statement, {"run_id": run_id}), commit=True)
         except (psycopg.Error, CrmctlError):
             return
 

@@ -29,37 +29,33 @@ library updates by id). Nothing is lost then; the next run notices and journals 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-import psycopg
 from psycopg.types.json import Jsonb
 
-from crmctl.adapters.postgres import Transaction, array_literal, describe, is_data_error
+from crmctl.adapters.postgres import Transaction, array_literal
 from crmctl.domain.errors import InstallationNotFoundError
 from crmctl.domain.installations import (
     NOT_VERIFIED,
     Decision,
     Finding,
     Policy,
-    Reason,
     Status,
-    Verdict,
     anomaly,
     decide,
 )
 from crmctl.jobs import sweep_audit, sweep_queue
 from crmctl.jobs.job import Job, Run
 from crmctl.jobs.sweep_claims import Claims
+from crmctl.jobs.sweep_writing import Failed, write
 from crmctl.settings import Bitrix24Settings
 from crmctl.telemetry.logs import Log
 
 JOB_NAME: Final = "sweep-installations"
 # Rows that are listed in the result and in the log; the counts are always complete.
 _LISTED: Final = 100
-# Decisions in one statement: more of them would cost memory, not time.
-_WINDOW: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +71,6 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class NotSwept:
     """An installation that was named with --id and not looked at, and why."""
-
-    installation_id: UUID
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A pair whose change PostgreSQL refused, and what it said."""
 
     installation_id: UUID
     reason: str
@@ -196,13 +184,7 @@ class Sweep:
         owner = run.id if self._claims is not None and not options.dry_run else None
         decisions = self._decide(tx, options.policy, findings, owner, tally)
         audit = sweep_audit.Audit(run.id, tx.now, zone, run.traceparent)
-        written: list[Decision] = []
-        failed: list[Failed] = []
-        for first in range(0, len(decisions), _WINDOW):
-            window = decisions[first : first + _WINDOW]
-            done, refused = _write(tx, statements["write"], audit, window)
-            written += done
-            failed += refused
+        written, failed = write(tx, statements["write"], audit, decisions)
         overridden = () if before.batches else self._note_overridden(tx, audit)
         tally["unasked_count"] += len(taken - findings.keys())
         if owner is not None:
@@ -322,53 +304,6 @@ def _why_not(row: Mapping[str, Any], policy: Policy) -> str:
     if row["age_seconds"] < policy.ttl.total_seconds():
         return "it is younger than the TTL"
     return "another run is asking for it" if row["claimed"] else "it is locked, or there was no time left to ask"
-
-
-class _SuppressedError(Exception):
-    """The statement changed fewer rows than it was told to: a trigger skips them without an error."""
-
-
-def _write(
-    tx: Transaction, statement: str, audit: sweep_audit.Audit, decisions: Sequence[Decision]
-) -> tuple[list[Decision], list[Failed]]:
-    """Write decisions, halving them until what PostgreSQL refuses stands alone; returns what was written, and that."""
-    if not decisions:
-        return [], []
-    try:
-        with tx.savepoint():
-            records = Jsonb([audit.record(decision) for decision in decisions])
-            row = tx.one(statement, {**audit.params(sweep_audit.LABEL), "decisions": records})
-            if not row["moved_installations"] == row["moved_accounts"] == row["expected"]:
-                raise _SuppressedError
-            return list(decisions), []
-    except (psycopg.Error, _SuppressedError) as error:
-        if isinstance(error, psycopg.Error) and not is_data_error(error):
-            raise
-        if len(decisions) == 1:
-            reason = describe(error) if isinstance(error, psycopg.Error) else "UPDATE_SUPPRESSED"
-            return _leave(tx, statement, audit, decisions[0], reason)
-    middle = len(decisions) // 2
-    written, failed = _write(tx, statement, audit, decisions[:middle])
-    more_written, more_failed = _write(tx, statement, audit, decisions[middle:])
-    return written + more_written, failed + more_failed
-
-
-def _leave(
-    tx: Transaction, statement: str, audit: sweep_audit.Audit, decision: Decision, reason: str
-) -> tuple[list[Decision], list[Failed]]:
-    """A pair that cannot be changed waits as an anomaly, so that it does not stand at the queue's head."""
-    failed = [Failed(decision.pair.installation_id, reason)]
-    if decision.transition is None:
-        return [], failed
-    left = replace(
-        decision,
-        finding=Finding(Verdict.ANOMALY, Reason.WRITE_FAILED),
-        transition=None,
-        alert=True,
-        next_check_in=timedelta(hours=1),
-    )
-    written, _ = _write(tx, statement, audit, [left])
-    return written, failed
 
 
 def _document(row: NotSwept | Failed | Overridden) -> dict[str, object]:
