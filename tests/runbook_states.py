@@ -1,6 +1,5 @@
 """The states of the world that pages begin from; `<!-- state: NAME -->` names one of these functions."""
 
-import importlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,11 +12,14 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from crmctl.dev import bitrix24_tables
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn
 from crmctl.dev.postgres import PostgresServer
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
 from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
+from tests.installations_support import insert_pair
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
 from tests.relay_support import insert_booked, insert_event, rsa_signer, tenant_of
 from tests.runbook_support import run
@@ -38,6 +40,17 @@ class World:
     aliases: list[tuple[str, str]] = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
     _database: Database | None = None
+
+    def __post_init__(self) -> None:
+        """Roles belong to the server, which scenarios share: each has a prefix of its own."""
+        prefix = f"r{uuid.uuid4().hex[:8]}_"
+        self.env["CRMCTL_DATABASE__ROLE_PREFIX"] = prefix
+        self.names |= {
+            "crmctl_bookings": f"{prefix}bookings",
+            "crm_expire": f"{prefix}login",
+            "crm_stage_": f"s{prefix}",
+        }
+        self.aliases += [(f"s{prefix}", "crm_stage_"), (prefix, "crmctl_")]
 
     @property
     def database(self) -> Database:
@@ -170,12 +183,8 @@ def paused_job(world: World) -> None:
 
 @state("no roles yet")
 def no_roles_yet(world: World) -> None:
-    """No role of crmctl's; roles belong to the server, so this scenario's have a prefix of their own."""
+    """A database, and no role of crmctl's on the server."""
     _ = world.database
-    prefix = f"r{uuid.uuid4().hex[:8]}_"
-    world.env["CRMCTL_DATABASE__ROLE_PREFIX"] = prefix
-    world.names |= {"crmctl_bookings": f"{prefix}bookings", "crm_expire": f"{prefix}login", "crm_stage_": f"s{prefix}"}
-    world.aliases += [(f"s{prefix}", "crm_stage_"), (prefix, "crmctl_")]
 
 
 @state("a stale installation")
@@ -197,15 +206,12 @@ def contradictory_installation(world: World) -> None:
     _install(world, without_account=True)
 
 
-def _install(world: World, **pair: object) -> None:
-    # By name: whoever has no `crmctl installations` has none of these either.
-    tables = importlib.import_module("crmctl.dev.bitrix24_tables")
-    portals = importlib.import_module("crmctl.dev.bitrix24_portal")
-    support = importlib.import_module("tests.installations_support")
+def _install(world: World, *, without_account: bool = False) -> None:
     connection = world.connection
-    tables.create(connection)
-    world.names["INSTALLATION_ID"] = str(support.insert_pair(connection, **pair).installation_id)
-    portal = portals.Bitrix24StandIn()
+    bitrix24_tables.create(connection)
+    pair = insert_pair(connection, without_account=without_account)
+    world.names["INSTALLATION_ID"] = str(pair.installation_id)
+    portal = Bitrix24StandIn()
     portal.__enter__()
     world.afterwards.append(lambda: portal.__exit__(None, None, None))
     world.env |= portal.settings
@@ -368,7 +374,7 @@ def remove_topics(kafka: Kafka) -> None:
     if kafka.kind == "external":
         pytest.skip("it would remove topics from a Kafka that is not the tests' own")
     admin = kafka.admin()
-    there = {TOPICS[0].name, CHAT_STATUS_DLQ_TOPIC.name} & set(admin.list_topics(timeout=30).topics)
+    there = {topic.name for topic in TOPICS} & set(admin.list_topics(timeout=30).topics)
     for future in (admin.delete_topics(list(there)) if there else {}).values():
         future.result(30)
     wait_until(lambda: not there & set(admin.list_topics(timeout=30).topics), "the removal of the topics")

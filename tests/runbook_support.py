@@ -8,30 +8,23 @@ The convention, which docs/architecture.md explains to whoever writes a page:
   up to the next such comment go on in the same world.
 - Capitals in a command stand for what the operator fills in; the state says what that is.
 - `…` on a line of its own stands for any lines. Ids, moments and durations are compared as such, whatever they are.
-- `<!-- waits for: COMMAND -->` above a block: it is skipped until crmctl has that command.
 - Blocks without a crmctl command (kubectl, psql) are not run. SQL blocks are, for their syntax and names.
 """
 
-import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
-
-import typer
-from typer.core import TyperGroup
-
-from crmctl.cli.app import app
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "runbooks").glob("*.md"))]
 
 _FENCE: Final = re.compile(r"^(\s*)```(\w*)\s*$")
-_COMMENT: Final = re.compile(r"^\s*<!-- (state|waits for): (.+?) -->\s*$")
+_COMMENT: Final = re.compile(r"^\s*<!-- state: (.+?) -->\s*$")
 # crmctl where a shell would start it: first on the line, or after an operator or an assignment.
 _CRMCTL: Final = re.compile(
     r"(?:^|&&|\|\||[|;(]|\bsudo|\s[A-Z_]+=\S+|^[A-Z_]+=\S+)\s*(?:\.venv/bin/)?crmctl\s+([a-z-]+)"
@@ -57,13 +50,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; `state` and `waits_for` are those of the comments directly above it."""
+    """A fenced block; `state` is that of the comment directly above it."""
 
     line: int
     language: str
     text: str
     state: str | None = None
-    waits_for: str | None = None
 
     @property
     def steps(self) -> list[Command]:
@@ -116,7 +108,7 @@ class Scenario:
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, without the indentation that a list gives them."""
     found: list[Block] = []
-    comments: dict[str, str] = {}
+    state: str | None = None
     opened: tuple[int, str, str] | None = None
     body: list[str] = []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
@@ -125,15 +117,14 @@ def blocks(page: Path) -> list[Block]:
             if fence:
                 opened, body = (number, fence[1], fence[2]), []
             elif comment := _COMMENT.match(line):
-                comments[comment[1]] = comment[2]
+                state = comment[1]
             elif line.strip():
-                comments.clear()
+                state = None
         elif fence:
             start, indent, language = opened
             text = "\n".join(each.removeprefix(indent) for each in body)
-            found.append(Block(start, language, text, comments.get("state"), comments.get("waits for")))
-            opened = None
-            comments.clear()
+            found.append(Block(start, language, text, state))
+            opened, state = None, None
         else:
             body.append(line)
     assert opened is None, f"{page.name}: the block of line {opened} is not closed"
@@ -141,9 +132,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    """Whether the tests run it: a console with a crmctl command in it, or SQL, unless it waits for a command."""
-    if block.waits_for is not None and block.waits_for not in command_paths():
-        return False
+    """Whether the tests run it: a console with a crmctl command in it, or SQL."""
     return block.language == "sql" or any(command.is_ours for command in block.commands)
 
 
@@ -157,20 +146,6 @@ def scenarios(page: Path) -> list[Scenario]:
             assert found, f"{page.name}:{block.line}: no state is named above the first block that is run"
             found[-1].blocks.append(block)
     return [scenario for scenario in found if scenario.blocks]
-
-
-@functools.cache
-def command_paths() -> frozenset[str]:
-    """Every command that crmctl has, as `bookings expire`."""
-
-    def walk(command: object, path: tuple[str, ...]) -> Iterator[str]:
-        if isinstance(command, TyperGroup):
-            for name, child in command.commands.items():
-                yield from walk(child, (*path, name))
-        else:
-            yield " ".join(path)
-
-    return frozenset(walk(typer.main.get_command(app), ()))
 
 
 def crmctl_commands(block: Block) -> list[str]:

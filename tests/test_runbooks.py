@@ -20,7 +20,6 @@ from tests.runbook_support import (
     blocks,
     crmctl_commands,
     differs,
-    is_run,
     normalise,
     run,
     scenarios,
@@ -105,20 +104,6 @@ def check(step: Command, outcome: Outcome, where: str) -> None:
         pytest.fail(said, pytrace=False)
     if difference := differs(normalise("\n".join(step.expected)), outcome.printed):
         pytest.fail(f"{where}: {step.text}\n{difference}\n\nstderr:\n{outcome.stderr}", pytrace=False)
-
-
-@pytest.mark.parametrize(
-    ("page", "line", "command"),
-    [
-        (page, block.line, block.waits_for)
-        for page in PAGES
-        for block in blocks(page)
-        if block.waits_for and not is_run(block)
-    ],
-    ids=lambda value: value.name if isinstance(value, Path) else str(value),
-)
-def test_blocks_that_wait_for_a_command(page: Path, line: int, command: str) -> None:
-    pytest.skip(f"waits for crmctl {command}")
 
 
 @every_page

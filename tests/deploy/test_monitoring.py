@@ -1,5 +1,6 @@
 """Alerts and the dashboard: every figure in them is exported, every alert has its page, its twin and its test."""
 
+import inspect
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from crmctl.jobs import serve_metrics
 from crmctl.telemetry.metrics import ChatStatusMetrics
 from tests.deploy.support import EXPORTER_METRICS, MONITORING, ROOT, Document, documents, tool
 
@@ -113,6 +115,15 @@ def test_every_metric_and_label_in_a_query_is_exported(expression: str) -> None:
     grouped = {label for labels in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for label in labels.split(", ")}
     labels = frozenset().union(*(known[name] for name in metrics_in(expression)))
     assert grouped - {""} <= labels
+
+
+def test_the_exporter_exports_what_we_count_on_and_nothing_else() -> None:
+    source = inspect.getsource(serve_metrics)
+    families = re.findall(r'_(?:gauge|family)\(\s*"(crm_[a-z_]+)"', source)
+    assert sorted(families) == sorted(EXPORTER_METRICS)
+    for name, labels in EXPORTER_METRICS.items():
+        (arguments,) = re.findall(rf'"{name}",\s*"[^"]*"(?:,\s*"([a-z]+)")?', source)
+        assert frozenset(filter(None, [arguments])) == labels, name
 
 
 def test_every_metric_of_an_alert_has_an_absence_twin_in_the_same_file() -> None:

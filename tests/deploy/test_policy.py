@@ -11,7 +11,6 @@ from crmctl.cli.exits import Exit
 from crmctl.domain.times import parse_duration
 from crmctl.settings import DatabaseSettings, Settings
 from tests.deploy.support import (
-    AWAITED,
     CRONJOBS,
     ROOT,
     Document,
@@ -189,8 +188,6 @@ def test_signals_reach_crmctl_which_has_more_time_than_it_needs_to_leave(work: W
 @every_workload
 def test_the_arguments_are_a_command_line_that_crmctl_takes(work: Workload) -> None:
     path, options = command_of(work.container["args"])
-    if path not in leaves():
-        pytest.skip(f"crmctl {path} is not there yet")
     leaves()[path].make_context(path, list(options))
 
 
@@ -318,8 +315,7 @@ def test_a_patch_changes_only_what_the_base_has() -> None:
                 assert (document["kind"], document["metadata"]["name"]) in names
                 if (patched := workload(document)) is not None:
                     path, options = command_of(patched.container["args"])
-                    if path in leaves():
-                        leaves()[path].make_context(path, list(options))
+                    leaves()[path].make_context(path, list(options))
 
 
 @every_workload
@@ -330,7 +326,7 @@ def test_a_workload_has_its_runbook(work: Workload) -> None:
 def test_every_command_has_a_manifest_or_a_stated_reason() -> None:
     page = (ROOT / "deploy" / "README.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z -]+)` \| (.+) \|$", page, re.MULTILINE))
-    assert rows.keys() == leaves().keys() | AWAITED
+    assert rows.keys() == leaves().keys()
     run_by: dict[str, set[str]] = {}
     for work in ALL:
         run_by.setdefault(command_of(work.container["args"])[0], set()).add(work.name)

@@ -22,9 +22,10 @@ from tests.expire_support import expire, finish, insert_due, rows, wait_until
 from tests.installations_support import insert_pair
 from tests.integration.test_chat_status_metrics import free_port, get
 from tests.kafka_fixtures import Kafka, MakeTopic
+from tests.prefork import run_crmctl
 from tests.relay_support import insert_events
 from tests.roles_support import Roles
-from tests.support import Database, insert_booking, run_crmctl, start_crmctl
+from tests.support import Database, insert_booking, start_crmctl
 
 NAMES_OF_METRICS: Final = {
     "crm_bookings_due",

@@ -17,9 +17,10 @@ from tests.dlq_support import letter, place, send_letters
 from tests.expire_support import column, expire, insert_due, rows, scalar
 from tests.installations_support import insert_pair, statuses, sweep
 from tests.kafka_fixtures import Kafka, MakeTopic
-from tests.relay_support import count, extend, insert_booked, insert_events, relay, rsa_signer, run_forked, tenant_of
+from tests.prefork import run_crmctl
+from tests.relay_support import count, extend, insert_booked, insert_events, relay, rsa_signer, tenant_of
 from tests.roles_support import Roles
-from tests.support import CallResult, Database, run_crmctl
+from tests.support import CallResult, Database
 
 KINDS: Final = pytest.mark.parametrize("kind", list(Kind))
 
@@ -224,7 +225,7 @@ class TestUnderItsOwnRole:
         writer, reader = roles.login(Kind.DEAD_LETTERS), roles.login(Kind.READONLY)
 
         def run(url: str, *args: str) -> CallResult:
-            result = run_forked("dlq", *args, "-o", "json", database=url, env=chat.env)
+            result = run_crmctl("dlq", *args, "-o", "json", database=url, env=chat.env)
             assert result.exit_code == 0, result.stderr
             return result
 
