@@ -17,7 +17,7 @@ from crmctl.dev.kafka_mock import PARTITIONS
 from crmctl.dev.messenger import ChatStatusChanged
 from tests.expire_support import Connection, rows, scalar
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, Record
-from tests.relay_support import run_forked
+from tests.prefork import run_crmctl
 from tests.support import CallResult, Database, insert_deal, start_crmctl
 
 # What a broker without news keeps a consumer waiting for; its default of half a second adds up.
@@ -119,7 +119,7 @@ class Chat:
     def consume(self, *args: str, env: Mapping[str, str] | None = None, database: str | None = None) -> CallResult:
         """Run `chat-status consume --until-caught-up -o json` to its end."""
         arguments = ("chat-status", "consume", "--until-caught-up", "-o", "json", *args)
-        return run_forked(*arguments, database=database or self.database, env=self.env | dict(env or {}))
+        return run_crmctl(*arguments, database=database or self.database, env=self.env | dict(env or {}))
 
     def consumed(self, *args: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Run the consumer as `consume` does and return the result document; it must be caught up."""
@@ -146,7 +146,7 @@ class Chat:
     def run(self, *args: str, env: Mapping[str, str] | None = None) -> CallResult:
         """Run another `crmctl chat-status … -o json`."""
         arguments = ("chat-status", *args, "-o", "json")
-        return run_forked(*arguments, database=self.database, env=self.env | dict(env or {}))
+        return run_crmctl(*arguments, database=self.database, env=self.env | dict(env or {}))
 
     def letters(self) -> list[Letter]:
         """Every dead letter, in the order of the source."""

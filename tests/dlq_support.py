@@ -13,7 +13,7 @@ from crmctl.dev.messenger import ChatStatusChanged
 from tests.chat_status_support import Chat
 from tests.expire_support import rows
 from tests.kafka_fixtures import Outgoing, Record
-from tests.relay_support import run_forked
+from tests.prefork import run_crmctl
 from tests.support import CallResult, start_crmctl
 
 NOT_FOUND = "CRM_DEAL_NOT_FOUND"
@@ -85,7 +85,7 @@ def place(record: Record) -> str:
 
 def dlq(chat: Chat, *args: str, env: Mapping[str, str] | None = None, form: str = "json") -> CallResult:
     """Run a `crmctl dlq …` to its end."""
-    return run_forked("dlq", *args, "-o", form, database=chat.database, env=chat.env | dict(env or {}))
+    return run_crmctl("dlq", *args, "-o", form, database=chat.database, env=chat.env | dict(env or {}))
 
 
 def replayed(chat: Chat, *args: str) -> dict[str, Any]:

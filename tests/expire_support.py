@@ -17,7 +17,8 @@ import psycopg
 from psycopg.rows import dict_row
 
 from crmctl.domain.bookings import RESERVE, Phase
-from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database, insert_booking, start_crmctl
 
 Connection = psycopg.Connection[Any]
 

@@ -21,7 +21,8 @@ from psycopg import sql
 from crmctl.dev.bitrix24_portal import Bitrix24StandIn, Grant, Reply
 from crmctl.dev.bitrix24_tables import CURRENT, Names, Naming
 from tests.expire_support import Connection, rows, scalar
-from tests.support import CallResult, Database, run_crmctl, start_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database, start_crmctl
 
 HOUR: Final = timedelta(hours=1)
 TOPIC: Final = "pin.crm.application-installation-stale.v1"

@@ -1,18 +1,13 @@
 """What the tests of `bookings extend` and `outbox relay` share: tokens, keys, events, what arrived in Kafka."""
 
-import atexit
 import functools
 import json
-import os
-import select
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
@@ -23,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from tests.expire_support import Connection, fingerprints, rows, scalar
 from tests.kafka_fixtures import Record
-from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database, insert_booking, start_crmctl
 
 ISSUER: Final = "https://login.example/realms/crm"
 AUDIENCE: Final = "crmctl-tests"
@@ -104,117 +100,6 @@ def ed25519_signer() -> Signer:
     return Signer(ed25519.Ed25519PrivateKey.generate(), "EdDSA")
 
 
-# --- the binary without its start-up ----------------------------------------------------------------------------------
-
-_PREFORK: Final = """
-import json, os, sys, tempfile, time
-import crmctl.adapters.identity, crmctl.adapters.publisher, crmctl.cli.run
-import crmctl.jobs.expire_bookings, crmctl.jobs.extend_booking, crmctl.jobs.relay_outbox
-import crmctl.adapters.topic_reader, crmctl.cli.consumer, crmctl.jobs.list_dead_letters, crmctl.jobs.replay_dead_letters
-from crmctl.__main__ import main
-
-def run(command):
-    os.environ.clear()
-    os.environ.update(command["env"])
-    time.tzset()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = ["crmctl", *command["args"]]
-    try:
-        main()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code or 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
-
-answers = os.fdopen(os.dup(1), "w")
-for line in sys.stdin:
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.dup2(stdout.fileno(), 1)
-                os.dup2(stderr.fileno(), 2)
-                code = run(json.loads(line))
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        stdout.seek(0)
-        stderr.seek(0)
-        result = {"exit_code": code, "stdout": stdout.read().decode(), "stderr": stderr.read().decode()}
-    print(json.dumps(result), file=answers, flush=True)
-"""
-
-
-class Prefork:
-    """A process that has crmctl loaded and forks for every command: each is the real `main` in a process of its own.
-
-    It is the binary without the half second of its start-up, for tests that need hundreds of runs. Use it as a
-    context manager.
-    """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PREFORK],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path("/"),
-            encoding="utf-8",
-        )
-
-    def __enter__(self) -> "Prefork":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate()
-
-    def start(self, *args: str, database: Database | str, env: Mapping[str, str]) -> None:
-        """Start a command; one at a time."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("CRMCTL_", "PG"))}
-        url = database if isinstance(database, str) else database.url
-        command = {"args": args, "env": clean | {"CRMCTL_DATABASE_URL": url} | dict(env)}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def finish(self, timeout: float = 60.0) -> CallResult:
-        """Wait for the command that was started."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
-            self._process.kill()
-            raise AssertionError(f"the command had not ended after {timeout:.0f} s")
-        return CallResult(**json.loads(self._process.stdout.readline()))
-
-    def run(self, *args: str, database: Database | str, env: Mapping[str, str], timeout: float = 60.0) -> CallResult:
-        """Run a command to its end."""
-        self.start(*args, database=database, env=env)
-        return self.finish(timeout)
-
-
-@functools.cache
-def _shared_prefork() -> Prefork:
-    made = Prefork()
-    atexit.register(made.__exit__)
-    return made
-
-
-def run_forked(*args: str, database: Database | str, env: Mapping[str, str], timeout: float = 60.0) -> CallResult:
-    """Run a command to its end, in a fork of the one process that all tests of a session share for this.
-
-    Where `env` tells the interpreter something, in a process of its own.
-    """
-    if any(name.startswith("PYTHON") for name in env):
-        return run_crmctl(*args, database=database, env=env, timeout=timeout)
-    try:
-        return _shared_prefork().run(*args, database=database, env=env, timeout=timeout)
-    except BaseException:
-        # Its answer would be the next command's.
-        _shared_prefork.cache_clear()
-        raise
-
-
 # --- extensions -------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +120,7 @@ def extend(
     timeout: float = 60.0,
 ) -> CallResult:
     """Run `crmctl bookings extend` to its end, and check that it shows no part of the token."""
-    result = run_forked(
+    result = run_crmctl(
         "bookings",
         "extend",
         str(booking_id),
@@ -385,7 +270,7 @@ def relay(
 ) -> CallResult:
     """Run `crmctl outbox relay -o json` to its end; `options` are librdkafka's."""
     environment = relay_environment(bootstrap_servers, options) | dict(env or {})
-    return run_forked("outbox", "relay", "-o", "json", *args, database=database, env=environment, timeout=timeout)
+    return run_crmctl("outbox", "relay", "-o", "json", *args, database=database, env=environment, timeout=timeout)
 
 
 def start_relay(

@@ -6,7 +6,8 @@ import psycopg
 from psycopg import sql
 
 from crmctl.domain.grants import Kind
-from tests.support import Database, run_crmctl
+from tests.prefork import run_crmctl
+from tests.support import Database
 
 _PASSWORD = "correct-horse"
 

@@ -51,7 +51,7 @@ class CallResult:
         return json.loads(self.stdout)
 
 
-def run_crmctl(
+def run_process(
     *args: str,
     env: Mapping[str, str] | None = None,
     database: Database | str | None = None,
@@ -59,10 +59,10 @@ def run_crmctl(
     timeout: float = _TIMEOUT,
     cwd: Path | None = None,
 ) -> CallResult:
-    """Run the real binary to its end, in `cwd` (default: the root, where no dev.toml is)."""
+    """Run the real binary to its end, from its start, in `cwd` (default: the root, where no dev.toml is)."""
     done = subprocess.run(
         [sys.executable, "-m", "crmctl", *args],
-        env=_environment(env, database),
+        env=environment(env, database),
         cwd=cwd or Path("/"),
         stdin=subprocess.DEVNULL if stdin is None else None,
         input=stdin,
@@ -83,7 +83,7 @@ def start_crmctl(
     """Start the real binary and return at once; use it as a context manager, so that its pipes are closed."""
     return subprocess.Popen(
         [sys.executable, "-m", "crmctl", *args],
-        env=_environment(env, database),
+        env=environment(env, database),
         cwd=cwd or Path("/"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -174,7 +174,8 @@ def _now(connection: psycopg.Connection[Any]) -> datetime:
     return now
 
 
-def _environment(env: Mapping[str, str] | None, database: Database | str | None) -> dict[str, str]:
+def environment(env: Mapping[str, str] | None, database: Database | str | None) -> dict[str, str]:
+    """This process's environment without what configures crmctl or libpq, with the database's address and `env`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("CRMCTL_", "PG"))}
     if database is not None:
         clean["CRMCTL_DATABASE_URL"] = database if isinstance(database, str) else database.url

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from crmctl.cli.app import app
 from crmctl.dev.postgres import PostgresServer, temporary_server
 from crmctl.migrations import REVISIONS, heads
-from tests.support import CallResult, Database, insert_booking, run_crmctl
+from tests.support import CallResult, Database, insert_booking, run_process
 
 FAKE_CLOCK = Path(__file__).parents[1] / "fakeclock"
 
@@ -43,7 +43,7 @@ def command_paths() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("path", command_paths(), ids=lambda path: " ".join(path) or "crmctl")
 def test_every_command_has_help_and_every_leaf_an_example(path: tuple[str, ...]) -> None:
-    result = run_crmctl(*path, "--help")
+    result = run_process(*path, "--help")
     assert result.exit_code == 0
     assert result.stderr == ""
     leaf = path in command_paths() and not any(
@@ -72,7 +72,7 @@ def test_command_modules_import_nothing_heavy() -> None:
 
 
 def test_no_configured_database_is_78_and_names_dev_up(tmp_path: Path) -> None:
-    result = run_crmctl("bookings", "expire", "-o", "json", cwd=tmp_path)
+    result = run_process("bookings", "expire", "-o", "json", cwd=tmp_path)
     assert result.exit_code == 78
     assert "crmctl dev up" in result.json["error"]["hint"]
     assert "crmctl dev up" in result.stderr
@@ -97,7 +97,7 @@ def test_no_configured_database_is_78_and_names_dev_up(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("command", [("bookings", "expire"), ("db", "upgrade"), ("bookings", "list")], ids=" ".join)
 def test_no_part_of_a_dsn_password_is_ever_printed(url: str, code: int, command: tuple[str, ...]) -> None:
-    result = run_crmctl(*command, "-o", "json", database=url)
+    result = run_process(*command, "-o", "json", database=url)
     assert result.exit_code == code
     assert "hun" not in result.stdout + result.stderr
     assert "ter2" not in result.stdout + result.stderr
@@ -107,7 +107,7 @@ def test_no_part_of_a_dsn_password_is_ever_printed(url: str, code: int, command:
 def test_a_wrong_password_is_refused_without_printing_it(database: Database) -> None:
     parts = psycopg.conninfo.conninfo_to_dict(database.url)
     url = f"postgresql://{parts['user']}:hunter2@{parts['host']}:{parts['port']}/{parts['dbname']}"
-    result = run_crmctl("bookings", "expire", database=url)
+    result = run_process("bookings", "expire", database=url)
     assert result.exit_code == 78
     assert "password authentication failed" in result.stderr
     assert "hunter2" not in result.stdout + result.stderr
@@ -119,11 +119,11 @@ def test_several_hosts_in_a_dsn_find_the_one_that_runs(database: Database) -> No
         f"postgresql://{parts['user']}:{parts['password']}@127.0.0.1:1,127.0.0.1:{parts['port']}"
         f"/{parts['dbname']}?target_session_attrs=read-write"
     )
-    assert run_crmctl("bookings", "expire", database=url).exit_code == 0
+    assert run_process("bookings", "expire", database=url).exit_code == 0
 
 
 def test_a_database_without_our_schema_is_78_and_names_the_fix(postgres_server: PostgresServer) -> None:
-    result = run_crmctl("bookings", "expire", "-o", "json", database=postgres_server.url())
+    result = run_process("bookings", "expire", "-o", "json", database=postgres_server.url())
     assert result.exit_code == 78
     assert result.json["error"]["code"] == "CRMCTL_SCHEMA"
     assert "crmctl db upgrade" in result.json["error"]["hint"]
@@ -132,7 +132,7 @@ def test_a_database_without_our_schema_is_78_and_names_the_fix(postgres_server: 
 def test_a_schema_that_is_behind_is_78(database: Database) -> None:
     database.connect().execute("delete from crm.crmctl_schema_version where version_num like 'bookkeeping%'")
     for command in (("bookings", "expire"), ("db", "check")):
-        result = run_crmctl(*command, database=database)
+        result = run_process(*command, database=database)
         assert result.exit_code == 78
         assert "behind" in result.stderr
 
@@ -143,16 +143,16 @@ def test_a_schema_that_is_ahead_runs_with_a_warning(database: Database) -> None:
         "update crm.crmctl_schema_version set version_num = 'bookkeeping_9999' where version_num = %s",
         (heads()["bookkeeping"],),
     )
-    result = run_crmctl("bookings", "expire", "--id", str(booking_id), "-o", "json", database=database)
+    result = run_process("bookings", "expire", "--id", str(booking_id), "-o", "json", database=database)
     assert (result.exit_code, result.json["reserve_expired_count"]) == (0, 1)
     assert "schema ahead" in result.stderr
-    checked = run_crmctl("db", "check", "-o", "json", database=database)
+    checked = run_process("db", "check", "-o", "json", database=database)
     assert [part["state"] for part in checked.json["parts"]] == ["current", "ahead"]
 
 
 def test_a_schema_that_asks_for_a_newer_crmctl_is_78(database: Database) -> None:
     database.connect().execute("update crm.crmctl_compatibility set minimum_version = '99.0.0'")
-    result = run_crmctl("bookings", "expire", database=database)
+    result = run_process("bookings", "expire", database=database)
     assert result.exit_code == 78
     assert "99.0.0" in result.stderr
 
@@ -160,23 +160,23 @@ def test_a_schema_that_asks_for_a_newer_crmctl_is_78(database: Database) -> None
 def test_a_server_that_is_read_only_by_configuration_is_78(database: Database) -> None:
     name = psycopg.conninfo.conninfo_to_dict(database.url)["dbname"]
     database.connect().execute(f"alter database {name} set default_transaction_read_only = on")
-    result = run_crmctl("bookings", "expire", database=database)
+    result = run_process("bookings", "expire", database=database)
     assert result.exit_code == 78
     assert "read-only" in result.stderr
-    assert run_crmctl("bookings", "list", database=database).exit_code == 0
+    assert run_process("bookings", "list", database=database).exit_code == 0
 
 
 def test_a_standby_is_75_for_a_job_and_fine_for_a_list() -> None:
     with temporary_server() as server:
-        run_crmctl("db", "upgrade", database=server.url())
+        run_process("db", "upgrade", database=server.url())
         server.stop()
         (server.data / "standby.signal").touch()
         os.chown(server.data / "standby.signal", server.data.stat().st_uid, server.data.stat().st_gid)
         server.start(fsync=False, dies_with_parent=True)
-        result = run_crmctl("bookings", "expire", database=server.url())
+        result = run_process("bookings", "expire", database=server.url())
         assert result.exit_code == 75
         assert "standby" in result.stderr
-        assert run_crmctl("bookings", "list", database=server.url()).exit_code == 0
+        assert run_process("bookings", "list", database=server.url()).exit_code == 0
 
 
 @pytest.mark.parametrize(("offset", "code"), [("300", 0), ("-300", 0), ("7200", 78), ("-7200", 78)])
@@ -187,7 +187,7 @@ def test_a_host_clock_far_off_stops_a_job_and_a_small_difference_changes_nothing
     due = insert_booking(connection)
     insert_booking(connection, created_at=connection.execute("select now() - interval '58 minutes'").fetchone()[0])  # type: ignore[index]
     environment = {"PYTHONPATH": str(FAKE_CLOCK), "FAKE_CLOCK_OFFSET_SECONDS": offset}
-    result = run_crmctl("bookings", "expire", "-o", "json", database=database, env=environment)
+    result = run_process("bookings", "expire", "-o", "json", database=database, env=environment)
     assert result.exit_code == code
     expired = connection.execute("select id from crm.bookings where status = 'ReserveExpired'").fetchall()
     assert expired == ([(due,)] if code == 0 else [])
@@ -233,12 +233,12 @@ def test_markup_and_any_script_in_the_data_print_on_an_ascii_stdout(database: Da
     booking_id = insert_booking(connection, status="[/b]Особый 🏠")
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     for arguments in (("list", "--status", "[/b]Особый 🏠"), ("show", str(booking_id))):
-        result = run_crmctl("bookings", *arguments, database=database, env=ascii_only)
+        result = run_process("bookings", *arguments, database=database, env=ascii_only)
         assert (result.exit_code, result.stderr) == (0, "")
         assert "[/b]\\u041e\\u0441\\u043e\\u0431\\u044b\\u0439 \\U0001f3e0" in result.stdout
-        result = run_crmctl("bookings", *arguments, "-o", "json", database=database, env=ascii_only)
+        result = run_process("bookings", *arguments, "-o", "json", database=database, env=ascii_only)
         assert "[/b]Особый 🏠" in json.dumps(result.json, ensure_ascii=False)
-        result = run_crmctl("bookings", *arguments, database=database)
+        result = run_process("bookings", *arguments, database=database)
         assert "[/b]Особый 🏠" in result.stdout
 
 
@@ -252,7 +252,7 @@ def test_lists_filter_by_what_they_are_asked_for(database: Database) -> None:
     done = insert_booking(connection, status="ReserveExpired")
 
     def listed(*arguments: str) -> set[str]:
-        result = run_crmctl("bookings", "list", *arguments, "-o", "json", database=database)
+        result = run_process("bookings", "list", *arguments, "-o", "json", database=database)
         assert result.exit_code == 0
         return {row["id"] for row in result.json["bookings"]}
 
@@ -263,13 +263,13 @@ def test_lists_filter_by_what_they_are_asked_for(database: Database) -> None:
     tenant = connection.execute("select tenant_id from crm.bookings where id = %s", (due,)).fetchone()
     assert tenant is not None
     assert listed("--tenant", str(tenant[0])) == {str(due)}
-    result = run_crmctl("bookings", "list", "--due", "--status", "Booked", database=database)
+    result = run_process("bookings", "list", "--due", "--status", "Booked", database=database)
     assert result.exit_code == 2
 
 
 def test_showing_a_booking_that_does_not_exist_is_10(database: Database) -> None:
     missing = "00000000-0000-4000-8000-000000000001"
-    result = run_crmctl("bookings", "show", missing, "-o", "json", database=database)
+    result = run_process("bookings", "show", missing, "-o", "json", database=database)
     assert result.exit_code == 10
     assert (result.json["error"]["code"], missing in result.json["error"]["message"]) == ("CRM_BOOKING_NOT_FOUND", True)
 
@@ -288,7 +288,7 @@ def test_showing_a_booking_that_does_not_exist_is_10(database: Database) -> None
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_2(arguments: tuple[str, ...]) -> None:
-    result = run_crmctl("bookings", "expire", *arguments)
+    result = run_process("bookings", "expire", *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -314,8 +314,8 @@ def test_upgrade_and_check_can_be_repeated_and_raced(postgres_server: PostgresSe
     assert sorted(revision for one in applied for revision in one) == sorted(
         revision for revisions in REVISIONS.values() for revision in revisions
     )
-    assert run_crmctl("db", "upgrade", database=url).stdout == "nothing to do\n"
-    checked = run_crmctl("db", "check", "-o", "json", database=url)
+    assert run_process("db", "upgrade", database=url).stdout == "nothing to do\n"
+    checked = run_process("db", "check", "-o", "json", database=url)
     assert [(part["part"], part["state"]) for part in checked.json["parts"]] == [
         ("core", "current"),
         ("bookkeeping", "current"),
@@ -331,13 +331,13 @@ def test_bookkeeping_alone_serves_a_crm_that_owns_its_core(database: Database, p
     ).fetchone()
     assert ours is not None
     connection.execute(f"drop table {ours[0]}")
-    result = run_crmctl("db", "upgrade", "--only", "bookkeeping", "-o", "json", database=database)
+    result = run_process("db", "upgrade", "--only", "bookkeeping", "-o", "json", database=database)
     assert result.json == {"applied": list(REVISIONS["bookkeeping"])}
     booking_id = insert_booking(connection)
-    assert run_crmctl("bookings", "expire", database=database).exit_code == 0
+    assert run_process("bookings", "expire", database=database).exit_code == 0
     row = connection.execute("select status from crm.bookings where id = %s", (booking_id,)).fetchone()
     assert row == ("ReserveExpired",)
-    checked = run_crmctl("db", "check", "-o", "json", database=database)
+    checked = run_process("db", "check", "-o", "json", database=database)
     assert [part["state"] for part in checked.json["parts"]] == ["owned-by-crm", "current"]
 
 
@@ -358,7 +358,7 @@ def test_the_session_is_named_and_guarded_within_its_transaction_only(database: 
         end $$""")
     connection.execute("create trigger note before update on crm.bookings for each row execute function note_session()")
     environment = {"CRMCTL_DATABASE__STATEMENT_TIMEOUT": "45s"}
-    assert run_crmctl("bookings", "expire", database=database, env=environment).exit_code == 0
+    assert run_process("bookings", "expire", database=database, env=environment).exit_code == 0
     assert connection.execute("select * from seen").fetchone() == (
         "crmctl expire-bookings",
         "45s",

@@ -29,15 +29,8 @@ from tests.expire_support import (
     timeline,
     wait_until,
 )
-from tests.relay_support import (
-    Prefork,
-    error_of,
-    extend,
-    insert_booked,
-    rsa_signer,
-    start_extend,
-    tenant_of,
-)
+from tests.prefork import Prefork
+from tests.relay_support import error_of, extend, insert_booked, rsa_signer, start_extend, tenant_of
 from tests.support import CallResult, Database
 
 pytestmark = pytest.mark.chaos

@@ -16,16 +16,7 @@ from crmctl.dev.kafka_server import KafkaServer
 from tests.acceptance.conftest import ChaosTable
 from tests.expire_support import CHAOS_FULL, Connection, column, finish, rows, scalar, scaled, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Record, create_topic, read_topic, wait_for_topic
-from tests.relay_support import (
-    Arrivals,
-    count,
-    insert_events,
-    message_id,
-    messages,
-    numbers,
-    relay,
-    start_relay,
-)
+from tests.relay_support import Arrivals, count, insert_events, message_id, messages, numbers, relay, start_relay
 from tests.support import CallResult, Database
 
 pytestmark = pytest.mark.chaos

@@ -36,8 +36,9 @@ from crmctl.telemetry import logs
 from tests.chat_status_support import Chat, Deal, edited, log_lines, outgoing
 from tests.expire_support import Connection, closed_gate, fingerprints, finish, rows, runs, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
+from tests.prefork import run_crmctl
 from tests.roles_support import Roles
-from tests.support import CallResult, Database, insert_booking, insert_deal, run_crmctl
+from tests.support import CallResult, Database, insert_booking, insert_deal
 from tests.unit.test_chat_status_decoding import CASES
 
 APPLICATION: Final = "crmctl consume-chat-status"

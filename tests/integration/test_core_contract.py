@@ -6,7 +6,8 @@ import psycopg
 import pytest
 
 from tests.expire_support import expire, insert_due
-from tests.support import CallResult, Database, run_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database
 
 
 @pytest.fixture

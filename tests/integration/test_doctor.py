@@ -27,9 +27,10 @@ from tests.chat_status_support import hour_ago_ms
 from tests.expire_support import Connection, expire, finish, insert_due, rows, wait_until
 from tests.installations_support import insert_pair, verify
 from tests.kafka_fixtures import Kafka, Outgoing, create_topic
-from tests.relay_support import insert_event, run_forked
+from tests.prefork import run_crmctl
+from tests.relay_support import insert_event
 from tests.roles_support import Roles
-from tests.support import CallResult, Database, insert_booking, run_crmctl, start_crmctl
+from tests.support import CallResult, Database, insert_booking, run_process, start_crmctl
 
 # A broker of its own: the topics of the contracts come and go.
 pytestmark = pytest.mark.real_kafka(embedded=True)
@@ -71,9 +72,7 @@ class World:
         """Run a command and hold it to its time."""
         started = time.monotonic()
         environment = self.env | dict(env or {})
-        # The clock is faked at the start of a process; everything else spares itself that start.
-        run = run_crmctl if "PYTHONPATH" in environment else run_forked
-        result = run(*args, database=url or self.database, env=environment)
+        result = run_crmctl(*args, database=url or self.database, env=environment)
         assert time.monotonic() - started < SECONDS
         assert "Traceback" not in result.stderr
         return result
@@ -140,6 +139,9 @@ def test_the_roles_are_checked_where_there_are_any(world: World) -> None:
         if check["name"] == "grants"
     ]
     assert (grants["result"], "reads only" in grants["detail"]) == ("ok", True)
+    status = world.run("status", "-o", "json", url=roles.login(Kind.READONLY))
+    assert (status.exit_code, status.json["faults"]) == (0, [])
+    assert all(status.json[queue] is not None for queue in ("bookings", "outbox", "deferred", "group", "jobs"))
 
 
 def test_open_letters_and_installs_that_are_unclear_are_warnings_with_their_figures(world: World) -> None:
@@ -476,7 +478,7 @@ def test_settings_that_cannot_be_read(world: World) -> None:
 
 
 def test_nothing_configured_names_dev_up(tmp_path: Path) -> None:
-    result = run_crmctl("doctor", "-o", "json", cwd=tmp_path)
+    result = run_process("doctor", "-o", "json", cwd=tmp_path)
     assert result.exit_code == 78
     checks = {check["name"]: check for check in result.json["checks"]}
     assert "crmctl dev up" in checks["database"]["fix"]

@@ -31,7 +31,8 @@ from tests.expire_support import (
     timeline,
     unchanged_apart_from,
 )
-from tests.support import CallResult, Database, insert_booking, run_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database, insert_booking
 
 PHASES = pytest.mark.parametrize("phase", [RESERVE, BOOKING], ids=lambda phase: phase.name)
 TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")

@@ -37,16 +37,7 @@ from tests.expire_support import (
     timeline,
     wait_until,
 )
-from tests.relay_support import (
-    PERMISSION,
-    error_of,
-    extend,
-    insert_booked,
-    rsa_signer,
-    start_extend,
-    tenant_of,
-    work,
-)
+from tests.relay_support import PERMISSION, error_of, extend, insert_booked, rsa_signer, start_extend, tenant_of, work
 from tests.support import Database, insert_booking
 
 APPLICATION: Final = "crmctl extend-booking"

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives import serialization
 
 from crmctl.dev.postgres import PostgresServer
 from tests.expire_support import Connection, bookings, scalar
+from tests.prefork import Prefork, run_crmctl
 from tests.relay_support import (
     AUDIENCE,
     ISSUER,
-    Prefork,
     Signer,
     actor,
     assert_hidden,
@@ -39,7 +39,7 @@ from tests.relay_support import (
     tenant_of,
     work,
 )
-from tests.support import CallResult, Database, run_crmctl
+from tests.support import CallResult, Database
 
 FAKE_CLOCK = Path(__file__).parents[1] / "fakeclock"
 

@@ -22,8 +22,9 @@ from tests.expire_support import (
     wait_until,
 )
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
+from tests.prefork import run_crmctl
 from tests.relay_support import count, extend, insert_booked, insert_events, relay, rsa_signer, start_relay, tenant_of
-from tests.support import CallResult, Database, run_crmctl
+from tests.support import CallResult, Database
 
 Connection = psycopg.Connection[Any]
 REASON: Final = "the disk is full"

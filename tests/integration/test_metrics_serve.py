@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 import psycopg
@@ -21,9 +22,10 @@ from tests.expire_support import expire, finish, insert_due, rows, wait_until
 from tests.installations_support import insert_pair
 from tests.integration.test_chat_status_metrics import free_port, get
 from tests.kafka_fixtures import Kafka, MakeTopic
+from tests.prefork import run_crmctl
 from tests.relay_support import insert_events
 from tests.roles_support import Roles
-from tests.support import Database, insert_booking, run_crmctl, start_crmctl
+from tests.support import Database, insert_booking, start_crmctl
 
 NAMES_OF_METRICS: Final = {
     "crm_bookings_due",
@@ -134,6 +136,12 @@ def test_every_metric_is_there_after_an_incident(database: Database, kafka: Kafk
         assert metric(text, "crm_chat_status_retention_headroom_messages", partition="0") == 1
         process.send_signal(signal.SIGTERM)
         assert finish(process).exit_code == 0
+
+
+def test_the_runbook_lists_every_metric_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "runbooks" / "serve-metrics.md").read_text()
+    table = page.split("| metric |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(crm_\w+)", table)) == NAMES_OF_METRICS
 
 
 def test_an_empty_system_exports_zeros_and_not_nothing(database: Database, kafka: Kafka, make_topic: MakeTopic) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.expire_support import assert_expired_once, expire, insert_queue, rows
 from tests.pgbouncer_support import Binary, NotHereError, find, pooled
-from tests.support import CallResult, Database, run_crmctl
+from tests.prefork import run_crmctl
+from tests.support import CallResult, Database
 
 
 @pytest.fixture(scope="module")

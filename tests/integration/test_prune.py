@@ -10,8 +10,9 @@ import pytest
 
 from crmctl.jobs import prune
 from tests.expire_support import Connection, fingerprints, rows, runs, scalar, wait_until
+from tests.prefork import run_crmctl
 from tests.relay_support import count, insert_events
-from tests.support import CallResult, Database, run_crmctl, start_crmctl
+from tests.support import CallResult, Database, start_crmctl
 
 DOCUMENT: Final = {
     "job": str,

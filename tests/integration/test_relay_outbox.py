@@ -35,6 +35,7 @@ from tests.expire_support import (
     wait_until,
 )
 from tests.kafka_fixtures import Kafka, MakeTopic
+from tests.prefork import run_crmctl
 from tests.relay_support import (
     Arrivals,
     Chessboard,
@@ -54,7 +55,7 @@ from tests.relay_support import (
     start_relay,
     tenant_of,
 )
-from tests.support import Database, run_crmctl
+from tests.support import Database
 
 DOCUMENT: Final = {
     "job": str,

@@ -8,7 +8,8 @@ import pytest
 from tests.chat_status_support import Chat
 from tests.expire_support import expire, finish, insert_due, insert_queue, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic
-from tests.support import Database, run_crmctl
+from tests.prefork import run_crmctl
+from tests.support import Database
 
 Connection = psycopg.Connection[Any]
 MISSING = "00000000-0000-4000-8000-000000000001"

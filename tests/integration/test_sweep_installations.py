@@ -26,8 +26,9 @@ from tests.installations_support import (
     sweep,
 )
 from tests.kafka_fixtures import Kafka, MakeTopic
+from tests.prefork import run_crmctl
 from tests.relay_support import envelope, relay
-from tests.support import CallResult, Database, run_crmctl
+from tests.support import CallResult, Database
 
 
 @pytest.fixture

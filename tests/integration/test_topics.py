@@ -13,8 +13,9 @@ from crmctl.dev.kafka_server import KafkaServer
 from crmctl.domain.topics import BOOKING_EXPIRED_TOPIC, TOPICS
 from tests.expire_support import log_lines, wait_until
 from tests.kafka_fixtures import create_topic
+from tests.prefork import run_crmctl
 from tests.relay_support import error_of
-from tests.support import CallResult, run_crmctl
+from tests.support import CallResult
 
 WEEK: Final = "604800000"
 
