@@ -5,10 +5,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from crmctl.jobs.relay_outbox import LOCK
 from tests.chat_status_support import Chat
 from tests.expire_support import expire, finish, insert_due, insert_queue, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic
 from tests.prefork import run_crmctl
+from tests.relay_support import insert_events, relay
 from tests.support import Database
 
 Connection = psycopg.Connection[Any]
@@ -103,6 +105,18 @@ def test_a_quiet_job_leaves_a_sign_of_life_every_five_minutes(database: Database
     age_records(connection, 6)
     assert expire(database, "--dry-run").exit_code == 0
     assert len(listed(database)) == 2
+
+
+def test_a_run_that_is_kept_from_its_work_leaves_no_sign_of_life(
+    database: Database, connection: Connection, kafka: Kafka, make_topic: MakeTopic
+) -> None:
+    insert_events(connection, make_topic())
+    with database.connect(autocommit=False) as other:
+        other.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
+        assert relay(database, kafka.bootstrap_servers).json["skipped"] == "locked"
+    away = relay(database, "127.0.0.1:1", options={"message.timeout.ms": "1000"})
+    assert away.exit_code == 69
+    assert [row for row in listed(database, "--job", "relay-outbox") if row["outcome"] == "committed"] == []
 
 
 def test_a_quiet_consumer_leaves_one_too_and_its_next_batch_is_recorded_after_it(

@@ -1,6 +1,7 @@
 """`crmctl topics check|create` on a real broker: what is missing, what falls short, and that nothing is changed."""
 
 import json
+import uuid
 from collections.abc import Iterator
 from typing import Final
 
@@ -88,6 +89,15 @@ def test_create_makes_them_as_their_contracts_say_and_then_they_pass(broker: Kaf
     check = topics(broker, "check")
     assert check.exit_code == 0
     assert faults(check) == {topic.name: [] for topic in TOPICS}
+
+
+def test_the_dead_letters_topic_is_created_under_its_configured_name(broker: KafkaServer) -> None:
+    name = f"letters-{uuid.uuid4().hex[:8]}"
+    env = {"CRMCTL_KAFKA__BOOTSTRAP_SERVERS": broker.bootstrap_servers, "CRMCTL_CHAT_STATUS__DLQ_TOPIC": name}
+    assert name in run_crmctl("topics", "create", "-o", "json", env=env).json["created"]
+    partitions, config = described(broker, name)
+    assert (partitions, config["retention.ms"]) == (3, "-1")
+    assert run_crmctl("topics", "check", env=env).exit_code == 0
 
 
 def test_create_twice_does_nothing_the_second_time(broker: KafkaServer) -> None:

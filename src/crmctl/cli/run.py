@@ -420,7 +420,8 @@ class _Runner(Generic[O, P]):
                 after = self._job.batch(tx, self._run, self._options, before)
             if after.counts() != before.counts():
                 self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
-            else:
+            elif after.failure is None and getattr(after, "skipped", None) is None:
+                # It had nothing to do; a run that was kept from its work leaves no sign of life.
                 self._record.idle(tx, self._batches + 1)
         except BaseException:
             self._rollback()

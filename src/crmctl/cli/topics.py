@@ -24,16 +24,17 @@ def check(form: Output = output.Format.TABLE) -> None:
     with Command(form) as command:
         from crmctl.adapters import kafka, topics
         from crmctl.cli.exits import Exit
-        from crmctl.domain.topics import TOPICS, faults
+        from crmctl.domain.topics import faults, ours
 
-        found = topics.read(kafka.admin(command.settings.kafka, command.log), TOPICS)
+        contracts = ours(command.settings.chat_status.dlq_topic)
+        found = topics.read(kafka.admin(command.settings.kafka, command.log), contracts)
         rows = [
             {
                 "topic": topic.name,
                 "partitions": found[topic.name].partitions,
                 "faults": faults(topic, found[topic.name].partitions, found[topic.name].config),
             }
-            for topic in TOPICS
+            for topic in contracts
         ]
         command.report({"topics": rows}, _render_check)
         if any(row["faults"] for row in rows):
@@ -53,9 +54,10 @@ def create(form: Output = output.Format.TABLE) -> None:
 
     with Command(form) as command:
         from crmctl.adapters import kafka, topics
-        from crmctl.domain.topics import TOPICS
+        from crmctl.domain.topics import ours
 
-        created = topics.create(kafka.admin(command.settings.kafka, command.log), TOPICS)
+        contracts = ours(command.settings.chat_status.dlq_topic)
+        created = topics.create(kafka.admin(command.settings.kafka, command.log), contracts)
         command.report({"created": created}, _render_create)
 
 

@@ -1,7 +1,7 @@
 """The topics that crmctl writes to or reads from, and what their contracts ask of them (docs/contracts.md)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from crmctl.domain.events import BOOKING_EXPIRED, INSTALLATION_MARKED_STALE
@@ -40,6 +40,11 @@ CHAT_STATUS_TOPIC: Final = Topic(
     partitions=6,
     config={"cleanup.policy": "delete"},
 )
+
+
+def ours(dlq_topic: str) -> tuple[Topic, ...]:
+    """The topics that crmctl writes to, with the name that the dead letters' is configured to have."""
+    return tuple(replace(topic, name=dlq_topic) if topic is CHAT_STATUS_DLQ_TOPIC else topic for topic in TOPICS)
 
 
 def faults(topic: Topic, partitions: int | None, config: Mapping[str, str]) -> list[str]:
