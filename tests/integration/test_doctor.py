@@ -14,7 +14,14 @@ from typing import Any, Final
 import psycopg
 import pytest
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 
 from crmctl.dev import bitrix24_tables
 from crmctl.dev.bitrix24_portal import Bitrix24StandIn, error
@@ -516,3 +523,34 @@ def test_nothing_configured_names_dev_up(tmp_path: Path) -> None:
     assert "crmctl dev up" in checks["database"]["fix"]
     assert "crmctl dev up" in checks["kafka"]["fix"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_operation_that_the_kafka_user_lacks_is_a_warning(database: Database) -> None:
+    settings = {
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+    }
+    with temporary_kafka(settings=settings) as server:
+        create_topics(server)
+        world = World(database, server)
+        assert {c["name"]: c["result"] for c in world.run("doctor", "-o", "json").json["checks"]}["acls"] == "ok"
+        admin = AdminClient({"bootstrap.servers": server.bootstrap_servers})
+        bindings = [
+            AclBinding(
+                ResourceType.TOPIC,
+                BOOKING_EXPIRED_TOPIC.name,
+                ResourcePatternType.LITERAL,
+                "User:ANONYMOUS",
+                "*",
+                operation,
+                permission,
+            )
+            for operation, permission in (
+                (AclOperation.ALL, AclPermissionType.ALLOW),
+                (AclOperation.WRITE, AclPermissionType.DENY),
+            )
+        ]
+        for made in admin.create_acls(bindings).values():
+            made.result(30)
+        found = world.fault("acls", 0)
+        assert f"WRITE on {BOOKING_EXPIRED_TOPIC.name}" in found["detail"]

@@ -6,19 +6,25 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Final
 
-from confluent_kafka import Consumer, KafkaException
-from confluent_kafka.admin import AdminClient, ClusterMetadata
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient, ClusterMetadata
 
 from crmctl.adapters import groups, kafka, topics
 from crmctl.domain.errors import ConfigurationError, TryAgainError
 from crmctl.domain.health import Check, ok, skipped, warning
-from crmctl.domain.topics import BOOKING_EXPIRED_TOPIC, CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, faults
+from crmctl.domain.topics import (
+    BOOKING_EXPIRED_TOPIC,
+    CHAT_STATUS_TOPIC,
+    INSTALLATION_MARKED_STALE_TOPIC,
+    faults,
+)
+from crmctl.domain.topics import ours as our_topics
 from crmctl.jobs import figures
 from crmctl.jobs.examine import Part
 from crmctl.jobs.figures import PartitionFigures
 from crmctl.settings import ChatStatusSettings
 
-CHECKS: Final = ("kafka", "topics", "group")
+CHECKS: Final = ("kafka", "topics", "acls", "group")
 _METADATA_SECONDS: Final = 4.0
 # The alert on the consumer's lag fires at the same age.
 _BEHIND_AFTER: Final = timedelta(minutes=5)
@@ -69,7 +75,12 @@ def examine_kafka(part: Part, look: Look) -> None:
         for name in CHECKS[1:]:
             part.add(skipped(name, "librdkafka's mock cluster does not answer for topics and groups"))
         return
-    for name, check in (("topics", lambda: _topics(client, look.chat)), ("group", lambda: _group(part, client, look))):
+    checks: dict[str, Callable[[], Check]] = {
+        "topics": lambda: _topics(client, look.chat),
+        "acls": lambda: _acls(client, look.chat),
+        "group": lambda: _group(part, client, look),
+    }
+    for name, check in checks.items():
         if (found := part.attempt(name, check)) is not None:
             part.add(found)
 
@@ -82,7 +93,7 @@ def _cluster(client: AdminClient) -> ClusterMetadata:
 
 
 def _topics(client: AdminClient, chat: ChatStatusSettings) -> Check:
-    ours = (BOOKING_EXPIRED_TOPIC, replace(CHAT_STATUS_DLQ_TOPIC, name=chat.dlq_topic))
+    ours = our_topics(chat.dlq_topic)
     # Messenger's: any number of partitions will do, and its retention is messenger's business.
     source = replace(CHAT_STATUS_TOPIC, name=chat.topic, partitions=1, config={})
     found = topics.read(client, (*ours, source))
@@ -103,6 +114,36 @@ def _topics(client: AdminClient, chat: ChatStatusSettings) -> Check:
         fix = f"change it with Kafka's tools, for instance: kafka-topics.sh --alter --topic {name} --partitions …"
     text = "; ".join(f"{name}: {', '.join(names)}" for name, names in wrong.items())
     raise ConfigurationError(f"topics fall short of their contracts: {text}", hint=fix)
+
+
+def _acls(client: AdminClient, chat: ChatStatusSettings) -> Check:
+    """What this user may do with the topics, as the brokers tell it; one that does not exist is not asked for."""
+    needed = {
+        BOOKING_EXPIRED_TOPIC.name: {AclOperation.WRITE},
+        INSTALLATION_MARKED_STALE_TOPIC.name: {AclOperation.WRITE},
+        chat.dlq_topic: {AclOperation.WRITE, AclOperation.READ},
+        chat.topic: {AclOperation.READ},
+    }
+    futures = client.describe_topics(
+        TopicCollection(list(needed)), include_authorized_operations=True, request_timeout=_METADATA_SECONDS
+    )
+    lacking = []
+    for name, future in futures.items():
+        try:
+            allowed = set(future.result().authorized_operations or ())
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                continue
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise kafka.unavailable(error.args[0]) from None
+            allowed = set()
+        lacking += [f"{operation.name} on {name}" for operation in sorted(needed[name] - allowed, key=lambda o: o.name)]
+    if lacking:
+        detail = f"this Kafka user lacks {', '.join(lacking)}"
+        return warning(
+            "acls", detail, "grant what its jobs need: the relay and the consumer may have users of their own"
+        )
+    return ok("acls", "this user may write to our topics and read messenger's")
 
 
 def _group(part: Part, client: AdminClient, look: Look) -> Check:
