@@ -9,7 +9,7 @@ from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import Topic
-from crmctl.adapters.topic_reader import TopicReader
+from crmctl.cli.readers import open_topic
 from crmctl.cli.run import Command, traceparent
 from crmctl.domain.errors import ConfigurationError
 from crmctl.domain.jobs import kind_of
@@ -87,13 +87,11 @@ def run_consumer(
 
 def preview_consumer(command: Command, batch_size: int) -> dict[str, object]:
     """Return what a run to today's end of the topic would report; nothing is changed, no group is joined."""
-    chat, brokers = command.settings.chat_status, command.settings.kafka
-    client = kafka.admin(brokers, command.log)
-    member = kafka.consumer(brokers, command.log, group=chat.group, enable_partition_eof=True)
-    reader = TopicReader.open(member, client, chat.topic, command.log)
+    chat = command.settings.chat_status
+    reader = open_topic(command, chat.topic, chat.group)
     database = command.database(f"crmctl {JOB_NAME}")
     try:
-        committed = groups.committed(member, chat.topic, reader.first)
+        committed = groups.committed(reader.consumer, chat.topic, reader.first)
         totals = query(database.begin(), reader, chat.group, committed, batch_size)
     finally:
         database.rollback()

@@ -248,14 +248,9 @@ def _ranges(texts: Sequence[str]) -> tuple[Any, ...]:
 
 @contextmanager
 def _reader(command: "Command") -> "Iterator[TopicReader]":
-    from crmctl.adapters import kafka
-    from crmctl.adapters.topic_reader import TopicReader
+    from crmctl.cli.readers import open_letters
 
-    chat, brokers = command.settings.chat_status, command.settings.kafka
-    consumer = kafka.consumer(
-        brokers, command.log, group=chat.dlq_group, enable_partition_eof=True, queued_max_messages_kbytes=16_384
-    )
-    reader = TopicReader.open(consumer, kafka.admin(brokers, command.log), chat.dlq_topic, command.log)
+    reader = open_letters(command)
     try:
         yield reader
     finally:

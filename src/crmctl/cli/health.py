@@ -94,7 +94,7 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
     from crmctl.adapters import kafka, postgres
     from crmctl.adapters.bitrix24 import Bitrix24
     from crmctl.adapters.postgres import Database
-    from crmctl.adapters.topic_reader import TopicReader
+    from crmctl.cli.readers import open_letters
     from crmctl.domain import health
     from crmctl.domain.errors import ConfigurationError
     from crmctl.jobs import examine, examine_database, examine_dead_letters, examine_installations, examine_kafka
@@ -123,19 +123,12 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         chat=settings.chat_status,
     )
 
-    def open_reader() -> TopicReader:
-        member = kafka.consumer(brokers, command.log, group=settings.chat_status.dlq_group, enable_partition_eof=True)
-        admin = kafka.admin(brokers, command.log)
-        return TopicReader.open(member, admin, settings.chat_status.dlq_topic, command.log, _CONNECT_SECONDS)
-
     def connection(url: "SecretStr | None" = None) -> Database:
-        dsn = (
-            url.get_secret_value() if url else settings.database_url.get_secret_value() if settings.database_url else ""
-        )
-        return Database(dsn, limits, application_name="crmctl doctor")
+        found = url or settings.database_url
+        return Database(found.get_secret_value() if found else "", limits, application_name="crmctl doctor")
 
     bitrix24 = settings.bitrix24.model_copy(update={"request_timeout": timedelta(seconds=_CONNECT_SECONDS)})
-    letters = examine_dead_letters.Look(connection(), open_reader)
+    letters = examine_dead_letters.Look(connection(), lambda: open_letters(command, seconds=_CONNECT_SECONDS))
     portals = examine_installations.Look(
         connection(settings.installations_database_url), bitrix24, lambda: Bitrix24(bitrix24)
     )

@@ -47,7 +47,7 @@ def serve(
 
         from crmctl.adapters import kafka
         from crmctl.adapters.postgres import Database
-        from crmctl.adapters.topic_reader import TopicReader
+        from crmctl.cli.readers import open_letters
         from crmctl.domain.errors import ConfigurationError
         from crmctl.jobs import serve_metrics as job
         from crmctl.telemetry import metrics
@@ -60,10 +60,6 @@ def serve(
             dsn = command.dsn() if url is None else url.get_secret_value()
             return Database(dsn, limits, application_name="crmctl metrics serve")
 
-        def letters() -> TopicReader:
-            reader = kafka.consumer(settings.kafka, command.log, group=chat.dlq_group, enable_partition_eof=True)
-            return TopicReader.open(reader, client, chat.dlq_topic, command.log)
-
         main, portals = database(), database(settings.installations_database_url)
         client = kafka.admin(command.settings.kafka, command.log)
         member = kafka.consumer(settings.kafka, command.log, group=chat.group)
@@ -72,7 +68,7 @@ def serve(
             {
                 "database": lambda: job.read_database(main),
                 "kafka": lambda: job.read_kafka(cluster),
-                "dead_letters": job.OpenLetters(database(), letters).read,
+                "dead_letters": job.OpenLetters(database(), lambda: open_letters(command)).read,
                 "installations": lambda: job.read_installations(portals, settings.bitrix24),
             },
             command.log,
