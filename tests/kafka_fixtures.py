@@ -127,14 +127,7 @@ def make_topic(kafka: Kafka) -> Iterator[MakeTopic]:
         return name
 
     yield make
-    if made:
-        admin = kafka.admin()
-        for deleted in admin.delete_topics(made).values():
-            try:
-                deleted.result(_SECONDS)
-            except KafkaException as error:
-                if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                    raise
+    delete_topics(kafka.bootstrap_servers, made)
 
 
 def create_topic(
@@ -144,6 +137,23 @@ def create_topic(
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     admin.create_topics([NewTopic(name, partitions, 1, config=dict(config or {}))])[name].result(_SECONDS)
     wait_for_topic(bootstrap_servers, name)
+
+
+def delete_topics(bootstrap_servers: str, names: Iterable[str]) -> None:
+    """Delete those of the topics that are there, and wait until no client is told of them."""
+    if not (doomed := set(names)):
+        return
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    for deleted in admin.delete_topics(list(doomed)).values():
+        try:
+            deleted.result(_SECONDS)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise
+    deadline = time.monotonic() + _SECONDS
+    while left := doomed & set(admin.list_topics(timeout=_SECONDS).topics):
+        assert time.monotonic() < deadline, f"{left} are still there"
+        time.sleep(0.02)
 
 
 def wait_for_topic(bootstrap_servers: str, topic: str) -> None:

@@ -20,10 +20,12 @@ from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
 from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
 from tests.installations_support import insert_pair
-from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
+from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, delete_topics
 from tests.relay_support import insert_booked, insert_event, rsa_signer, tenant_of
 from tests.runbook_support import run
 from tests.support import Database, insert_booking
+
+CONTRACT_TOPICS: Final = frozenset(topic.name for topic in TOPICS)
 
 
 @dataclass(slots=True)
@@ -138,9 +140,13 @@ def laptop(world: World) -> None:
 
 @state("new servers", real_kafka=True)
 def new_servers(world: World) -> None:
-    """An empty database, and a Kafka without our topics."""
+    """An empty database, and a Kafka without our topics: not one that somebody else gave us."""
     new_database(world)
-    remove_topics(world.kafka)
+    kafka = world.kafka
+    if kafka.kind == "external":
+        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
+    delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS)
+    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS))
 
 
 @state("nothing to do", real_kafka=True)
@@ -362,19 +368,8 @@ def new_database(world: World) -> str:
 
 
 def create_topics(world: World) -> None:
-    """The topics of the contracts are there."""
-    _ = world.kafka
+    """The topics of the contracts are there; those that were not are gone again when the scenario has ended."""
+    kafka = world.kafka
+    missing = CONTRACT_TOPICS - set(kafka.admin().list_topics(timeout=30).topics)
+    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, missing))
     world.crmctl("topics create")
-
-
-def remove_topics(kafka: Kafka) -> None:
-    """The topics of the contracts are gone. Not from a Kafka that somebody else gave us."""
-    from tests.expire_support import wait_until
-
-    if kafka.kind == "external":
-        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
-    admin = kafka.admin()
-    there = {topic.name for topic in TOPICS} & set(admin.list_topics(timeout=30).topics)
-    for future in (admin.delete_topics(list(there)) if there else {}).values():
-        future.result(30)
-    wait_until(lambda: not there & set(admin.list_topics(timeout=30).topics), "the removal of the topics")
