@@ -39,6 +39,7 @@ def expire(
       crmctl bookings expire --dry-run -o json
       crmctl bookings expire --id 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11
     """
+    from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
     from crmctl.jobs.expire_bookings import JOB, Options
 
@@ -51,7 +52,8 @@ def expire(
         dry_run=dry_run,
     )
     plan = Plan(as_of=as_of, drain=drain, time_budget=time_budget, dry_run=dry_run)
-    run_job(JOB, options, View(form, _render_expire, strict=strict), plan)
+    with Command(form) as command:
+        run_job(command, JOB, options, View(form, _render_expire, strict=strict), plan)
 
 
 @app.command()
@@ -79,7 +81,8 @@ def extend(
     """
     from uuid import uuid4
 
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     with Command(form) as command:
         from crmctl.adapters import identity
@@ -94,7 +97,7 @@ def extend(
         if request_id is None:
             command.notice("new request id; name it with --request-id to try again", request_id=str(request))
         options = extend_booking.Options(booking_id=booking_id, request_id=request, actor=actor)
-        command.run(extend_booking.job(actor), options, View(form, _render_extend), Plan(dry_run=dry_run))
+        run_job(command, extend_booking.job(actor), options, View(form, _render_extend), Plan(dry_run=dry_run))
 
 
 @app.command("list")

@@ -40,7 +40,7 @@ def consume(
       crmctl chat-status consume --until-caught-up -o json
       crmctl chat-status consume --dry-run
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         if dry_run:
@@ -61,7 +61,7 @@ def lag(form: Output = output.Format.TABLE) -> None:
     Example:
       crmctl chat-status lag -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.adapters import kafka
@@ -92,7 +92,7 @@ def rewind(
       crmctl chat-status rewind --to earliest --yes
       crmctl chat-status rewind --to 2026-11-29T00:00:00Z --partition 3
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     where = _where(to)
     with Command(form) as command:

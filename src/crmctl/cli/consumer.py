@@ -9,14 +9,15 @@ from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import Topic
+from crmctl.cli.command import Command
 from crmctl.cli.readers import open_topic
-from crmctl.cli.run import Command, traceparent
 from crmctl.domain.errors import ConfigurationError
 from crmctl.domain.jobs import kind_of
 from crmctl.jobs.consume_chat_status import JOB_NAME, Consumption, Options
 from crmctl.jobs.job import Budget, Run
 from crmctl.jobs.preview_chat_status import query
 from crmctl.telemetry import metrics
+from crmctl.telemetry.trace_context import traceparent
 from crmctl.telemetry.tracing import Tracing
 
 _DLQ_TIMEOUT_SECONDS = 10.0

@@ -49,7 +49,7 @@ def upgrade(
       crmctl db upgrade --only bookkeeping
       crmctl db upgrade --database installations
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.adapters import migrations
@@ -73,7 +73,7 @@ def check(database: Database = Which.MAIN, form: Output = output.Format.TABLE) -
     Example:
       crmctl db check -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.cli.exits import Exit
@@ -109,7 +109,7 @@ def roles(
       crmctl db roles --dry-run
       crmctl db roles
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.jobs import roles as job

@@ -23,7 +23,7 @@ def up(form: Output = output.Format.TABLE) -> None:
     Example:
       crmctl dev up && crmctl dev seed --bookings 10000 && crmctl bookings list --due
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.dev import environment
@@ -54,7 +54,7 @@ def down(
     Example:
       crmctl dev down --purge
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.dev import environment
@@ -74,7 +74,7 @@ def seed(
     Example:
       crmctl dev seed --bookings 1000000
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from dataclasses import asdict
@@ -109,7 +109,7 @@ def token(
     Example:
       CRMCTL_ACTOR_TOKEN=$(crmctl dev token --tenant ID) crmctl bookings extend BOOKING_ID
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(output.Format.TABLE) as command:
         from crmctl.dev import identity
@@ -133,7 +133,7 @@ def demo() -> None:
     Example:
       crmctl demo
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(output.Format.TABLE):
         from crmctl.dev.demo import tell

@@ -15,7 +15,7 @@ from crmctl.cli.options import DryRun, Output, Strict, duration, instant
 
 if TYPE_CHECKING:
     from crmctl.adapters.topic_reader import TopicReader
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
     from crmctl.domain.dead_letters import Filters
     from crmctl.jobs.dead_letter_walk import Progress
 
@@ -61,7 +61,7 @@ def list_letters(
       crmctl dlq list --code CRM_DEAL_NOT_FOUND --limit 20
       crmctl dlq list --all -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     filters = _filters(code, deal, tenant, key, since, until, at)
     with Command(form) as command, _reader(command) as reader:
@@ -95,7 +95,7 @@ def show(
     Example:
       crmctl dlq show 2:17 -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     [place] = _ranges([letter])
     if place.first != place.last:
@@ -143,7 +143,8 @@ def replay(
       crmctl dlq replay --code CRM_DEAL_NOT_FOUND --rate 100
       crmctl dlq replay --at 2:17 --strict -o json
     """
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     filters = _filters(code, deal, tenant, key, since, until, at)
     with Command(form) as command, _reader(command) as reader:
@@ -161,7 +162,8 @@ def replay(
         # What is loaded by now stays; the collector need not walk through it again with every few batches.
         gc.freeze()
         with _bar(reader) as advance:
-            command.run(
+            run_job(
+                command,
                 job.job(reader, _operator(), advance),
                 options,
                 View(form, _render_replay, strict=strict),
@@ -193,7 +195,8 @@ def discard(
       crmctl dlq discard 2:17 2:18 --reason "test data" --yes
       crmctl dlq discard --code CRM_CHAT_STATUS_MALFORMED --reason "sent by hand" --dry-run
     """
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
@@ -207,7 +210,8 @@ def discard(
         if not yes and not dry_run:
             command.confirm(f"Discard {_count(command, reader, filters)} letters of {reader.topic.name}?")
         with _bar(reader) as advance:
-            command.run(
+            run_job(
+                command,
                 job.job(reader, _operator(), reason.strip(), advance),
                 Options(command.settings.chat_status.dlq_group, filters),
                 View(form, _render_discard),

@@ -14,7 +14,7 @@ from crmctl.cli.options import Output, duration
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
     from crmctl.domain.health import Check
 
 _CONNECT_SECONDS = 3
@@ -38,7 +38,7 @@ def doctor(
       crmctl doctor
       crmctl doctor --job relay-outbox -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
     from crmctl.domain.jobs import NAMES
 
     if job is not None and job not in NAMES:
@@ -65,7 +65,7 @@ def status(
       crmctl status
       crmctl status --watch -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
     from crmctl.cli.signals import Interrupted
 
     with Command(form) as command:

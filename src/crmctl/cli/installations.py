@@ -73,7 +73,8 @@ def sweep(
       crmctl installations sweep --action alert --strict
       crmctl installations sweep --verify-portal --id 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11
     """
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     with Command(form) as command:
         from crmctl.cli.sweeper import sweep_claims
@@ -89,7 +90,8 @@ def sweep(
             dry_run=dry_run,
         )
         with sweep_claims(command, time_budget) if verify_portal else _nothing() as claims:
-            command.run(
+            run_job(
+                command,
                 job.job(command.settings.bitrix24, claims),
                 options,
                 View(form, _render_sweep, strict=strict),
@@ -111,7 +113,7 @@ def list_installations(
       crmctl installations list --stale
       crmctl installations list -o json --limit 1000
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.jobs import list_installations as job
@@ -136,7 +138,7 @@ def show(
     Example:
       crmctl installations show 6f1c9a52-8a2e-4c1b-9a53-0d3f3f6b9e11 -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.domain.installations import Policy

@@ -34,7 +34,7 @@ def pause(
       crmctl jobs pause relay-outbox --reason "Kafka is being upgraded"
       crmctl jobs pause --all --reason "restore of the database"
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     if not reason.strip():
         raise typer.BadParameter("--reason says why, in words")
@@ -59,7 +59,7 @@ def resume(job: Names = None, everything: All = False, form: Output = output.For
       crmctl jobs resume relay-outbox
       crmctl jobs resume --all
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.domain.grants import Kind

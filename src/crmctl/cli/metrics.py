@@ -40,7 +40,7 @@ def serve(
       crmctl metrics serve
       crmctl metrics serve --host 127.0.0.1 --port 9500
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(output.Format.TABLE) as command:
         from prometheus_client import CollectorRegistry

@@ -34,7 +34,8 @@ def relay(
       crmctl outbox relay --drain
       crmctl outbox relay --follow -o json
     """
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     if follow and (drain or dry_run):
         raise typer.BadParameter("--follow does not go with --drain or --dry-run")
@@ -44,7 +45,8 @@ def relay(
         from crmctl.jobs import relay_outbox
 
         publisher = Publisher(lambda: kafka.producer(command.settings.kafka, command.log))
-        command.run(
+        run_job(
+            command,
             relay_outbox.job(publisher),
             relay_outbox.Options(batch_size=batch_size, dry_run=dry_run),
             View(form, _render_relay, strict=strict),

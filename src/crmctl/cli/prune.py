@@ -29,14 +29,17 @@ def prune(
       crmctl prune --dry-run
       crmctl prune --older-than 90d --time-budget 10m
     """
-    from crmctl.cli.run import Command, Plan, View
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
 
     with Command(form) as command:
         from crmctl.jobs import prune as job
 
         options = job.Options(older_than=older_than, batch_size=batch_size)
         job.check(options)
-        command.run(job.JOB, options, View(form, _render), Plan(drain=True, time_budget=time_budget, dry_run=dry_run))
+        run_job(
+            command, job.JOB, options, View(form, _render), Plan(drain=True, time_budget=time_budget, dry_run=dry_run)
+        )
 
 
 def _render(document: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from crmctl.adapters import kafka
 from crmctl.adapters.topic_reader import TopicReader
-from crmctl.cli.run import Command
+from crmctl.cli.command import Command
 
 
 def open_topic(command: Command, topic: str, group: str, **options: Any) -> TopicReader:

@@ -1,21 +1,15 @@
-"""The one wrapper around every command: settings, signals, transaction, job, commit, report, exit code.
+"""The one wrapper around every job: transaction, job, commit, next batch, report.
 
 A job never commits, prints or catches a signal; it is given an open transaction and the progress so far, and
 returns the progress after it. Here that work is committed together with its `job_runs` row, retried as a
 whole on a serialization failure or a deadlock, and reported once.
 """
 
-import os
-import re
-import secrets
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, Generic, NoReturn, TypeVar
 from uuid import UUID, uuid4
 
@@ -23,37 +17,22 @@ import psycopg
 import typer
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from crmctl import settings as settings_module
 from crmctl.adapters import postgres
-from crmctl.adapters.postgres import Database, Transaction
+from crmctl.adapters.postgres import Transaction
 from crmctl.cli import output
-from crmctl.cli.exits import Exit, exit_code
-from crmctl.cli.signals import Interrupted, Interrupts
+from crmctl.cli.command import Command
+from crmctl.cli.exits import Exit
+from crmctl.cli.signals import Interrupted
 from crmctl.domain import jobs
-from crmctl.domain.errors import (
-    ConfigurationError,
-    CrmctlError,
-    InterruptedRunError,
-    TryAgainError,
-    UnavailableError,
-    UsageError,
-)
-from crmctl.domain.grants import Kind
-from crmctl.jobs import roles
+from crmctl.domain.errors import CrmctlError, TryAgainError, UnavailableError
 from crmctl.jobs.job import Budget, Job, Progress, Run
 from crmctl.jobs.job_pauses import Pause, find_pause
 from crmctl.jobs.job_runs import RunRecord
-from crmctl.settings import Settings
-from crmctl.telemetry import logs
-
-# Version 00, a trace id and a parent id that are not all zeros, flags.
-_TRACEPARENT: Final = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})", re.ASCII)
+from crmctl.telemetry.trace_context import traceparent
 
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Progress)
 _FAILURE_RECORD_TIMEOUT: Final = timedelta(seconds=1)
-# Guards of the look at what the role may do, after a permission was denied.
-_GRANTS_GUARDS: Final = dict.fromkeys(("connect_timeout", "statement_timeout", "lock_timeout"), timedelta(seconds=2))
 # Seconds between two looks at an empty queue, and the longest wait for a server that is away.
 _FOLLOW_PAUSE: Final = 1.0
 _FOLLOW_LONGEST_PAUSE: Final = 60.0
@@ -79,10 +58,21 @@ class Plan:
     dry_run: bool = False
 
 
-def run_job(job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
-    """Run a job's batches, one transaction each, print its result and exit with its code."""
-    with Command(view.format) as command:
-        command.run(job, options, view, plan)
+def run_job(command: Command, job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
+    """Run a job's batches, one transaction each, print the result and exit with its code."""
+    interrupts = command.interrupts
+    run = Run(uuid4(), traceparent(), Budget(plan.time_budget), stopping=lambda: interrupts.pending is not None)
+    command.kind = jobs.kind_of(job.name)
+    command.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
+    runner = _Runner(command, job, options, run, plan)
+    runner.run()
+    progress, paused = runner.progress, runner.pause.document() if runner.pause else {}
+    command.log.info("run finished", **progress.counts(), **paused, duration_ms=command.elapsed_ms)
+    if not plan.follow:
+        document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document(), **paused}
+        render = _render_paused if paused else view.render
+        command.report({**document, "duration_ms": command.elapsed_ms}, render)
+    command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
 
 
 def run_query(name: str, query: Callable[[Transaction], Mapping[str, Any]], view: View) -> NoReturn:
@@ -93,191 +83,6 @@ def run_query(name: str, query: Callable[[Transaction], Mapping[str, Any]], view
         database.rollback()
         command.report(document, view.render)
         command.exit(Exit.OK)
-
-
-class Command:
-    """One command line from its start to its exit code, and the place where every failure is explained."""
-
-    def __init__(self, form: output.Format) -> None:
-        self._format = form
-        self._started = time.monotonic()
-        self._settings: Settings | None = None
-        self._database: Database | None = None
-        self.interrupts = Interrupts()
-        self.log: logs.Log = logs.configure()
-        self.committed: Mapping[str, object] | None = None
-        # What this command is about: in its error document, whatever fails.
-        self.subject: dict[str, str | int | None] = {}
-        # Whose grants it needs, so that those that are missing can be named; None: more than any of our roles has.
-        self.kind: Kind | None = Kind.READONLY
-        self._explained: tuple[BaseException, BaseException] | None = None
-
-    def __enter__(self) -> "Command":
-        self.interrupts.install()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        with self.interrupts.deferred():
-            if self._database is not None:
-                self._database.close()
-            if error is not None and not isinstance(error, typer.Exit):
-                self._fail(error)
-
-    @property
-    def elapsed_ms(self) -> int:
-        """Milliseconds since the command started."""
-        return round((time.monotonic() - self._started) * 1000)
-
-    @property
-    def settings(self) -> Settings:
-        """The settings, read on first use."""
-        if self._settings is None:
-            self._settings, dev_file = settings_module.load()
-            self.log = logs.configure(level=self._settings.log_level, form=self._settings.log_format)
-            if dev_file is not None:
-                self.log.warning("using the embedded development environment", file=str(dev_file))
-        return self._settings
-
-    def bind(self, **values: object) -> None:
-        """Add fields to every further log line of this command."""
-        _ = self.settings
-        self.log = self.log.bind(**{name: value for name, value in values.items() if value is not None})
-
-    def notice(self, message: str, **fields: object) -> None:
-        """Tell the person something that they need, however quiet the log is set."""
-        logs.configure(level="warning", form=self.settings.log_format).warning(message, **fields)
-
-    def dsn(self, settings: Settings | None = None) -> str:
-        """The configured database, or that of other settings. Raises ConfigurationError where there is none."""
-        url = (settings or self.settings).database_url
-        if url is None:
-            raise ConfigurationError(
-                "no database is configured",
-                hint="set CRMCTL_DATABASE_URL, or start a local one with: crmctl dev up",
-            )
-        return url.get_secret_value()
-
-    def use_installations_database(self) -> None:
-        """From here on work on the database of bitrix24-php-lib's tables, where it is another one."""
-        url = self.settings.installations_database_url
-        if url is not None:
-            self._settings = self.settings.model_copy(update={"database_url": url})
-
-    def database(self, application_name: str, **guards: timedelta) -> Database:
-        """The command's database connection, with other guards than the configured ones where given."""
-        limits = self.settings.database.model_copy(update=guards)
-        self._database = Database(self.dsn(), limits, application_name=application_name)
-        return self._database
-
-    def run(self, job: Job[O, P], options: O, view: View, plan: Plan) -> NoReturn:
-        """Run a job's batches, one transaction each, print the result and exit with its code."""
-        run = Run(
-            uuid4(), traceparent(), Budget(plan.time_budget), stopping=lambda: self.interrupts.pending is not None
-        )
-        self.kind = jobs.kind_of(job.name)
-        self.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
-        runner = _Runner(self, job, options, run, plan)
-        runner.run()
-        progress, paused = runner.progress, runner.pause.document() if runner.pause else {}
-        self.log.info("run finished", **progress.counts(), **paused, duration_ms=self.elapsed_ms)
-        if not plan.follow:
-            document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document(), **paused}
-            render = _render_paused if paused else view.render
-            self.report({**document, "duration_ms": self.elapsed_ms}, render)
-        self.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
-
-    def report_line(self, document: Mapping[str, Any]) -> None:
-        """Print one batch of a run that goes on: one line."""
-        if self._format is output.Format.JSON:
-            output.write_json(document, one_line=True)
-        else:
-            output.write("  ".join(f"{name} {output.cell(value)}" for name, value in document.items()) + "\n")
-
-    def report(self, document: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> None:
-        """Print the result; from here on a signal can no longer change it."""
-        with self.interrupts.deferred():
-            if self._format is output.Format.JSON:
-                output.write_json(document)
-            else:
-                output.write(render(document))
-
-    def report_rows(self, name: str, rows: output.Rows, rest: Mapping[str, Any]) -> None:
-        """Print a listing of any length, with the document's other fields."""
-        with self.interrupts.deferred():
-            rows.write(self._format, name, rest)
-
-    def confirm(self, question: str) -> None:
-        """Ask on the terminal before something that cannot be taken back. Raises UsageError without an answer."""
-        if not sys.stdin or not sys.stdin.isatty():
-            raise UsageError("this asks before it acts, and there is no terminal to ask on", hint="add --yes")
-        if not typer.confirm(question, err=True):
-            raise UsageError("nothing was changed")
-
-    def exit(self, code: int) -> NoReturn:
-        """Leave with a code."""
-        raise typer.Exit(int(code))
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Turn whatever ended the command into a CrmctlError, or return it as it is where it can only be a bug.
-
-        Once a signal has arrived, what follows from it (a lost connection, a failed rollback) is that signal.
-        """
-        if (signum := self.interrupts.pending) is not None:
-            name = signal.Signals(signum).name
-            return InterruptedRunError(f"{name} arrived: the open transaction was rolled back", signum=signum)
-        if self._explained is not None and self._explained[0] is error:
-            return self._explained[1]
-        if isinstance(error, psycopg.errors.InsufficientPrivilege) and self.kind is not None:
-            self._explained = error, self._name_missing_grants(error, self.kind)
-            return self._explained[1]
-        if isinstance(error, psycopg.Error):
-            return postgres.translate(error)
-        return error
-
-    def _name_missing_grants(self, error: psycopg.Error, kind: Kind) -> BaseException:
-        """Say which grants of this command's kind of work the role lacks; PostgreSQL names the table only."""
-        limits = self.settings.database.model_copy(update=_GRANTS_GUARDS)
-        try:
-            with postgres.connect(self.dsn(), limits, application_name="crmctl grants") as connection:
-                tx = postgres.Transaction(connection, datetime.now(UTC))
-                missing = roles.lacking(tx, kind)
-                role = connection.info.user
-        except (psycopg.Error, CrmctlError):
-            missing = []
-        if not missing:
-            return postgres.translate(error)
-        return roles.missing_error(role, f"{limits.role_prefix}{kind}", missing, postgres.describe(error))
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """Explain a failure on stderr, as the JSON document on stdout where that was asked for, and exit."""
-        if isinstance(error, output.OutputError):
-            self.log.error("the result could not be written; what was committed stays", reason=str(error))
-            raise typer.Exit(int(Exit.OUTPUT_FAILED))
-        failure = self.explain(error)
-        code = exit_code(failure)
-        if not isinstance(failure, CrmctlError):
-            frames = [f"{f.name} ({f.filename}:{f.lineno})" for f in traceback.extract_tb(error.__traceback__)]
-            self.log.error("unexpected error: this is a bug", error_type=type(error).__name__, frames=frames)
-            message = postgres.describe(error) if isinstance(error, psycopg.Error) else type(error).__name__
-            failure = CrmctlError(f"unexpected error ({message})", hint="report it with the log line above")
-        self.log.error("run failed", error_code=failure.code, reason=failure.message, hint=failure.hint)
-        if self._format is output.Format.JSON:
-            body: dict[str, object] = {
-                "code": failure.code,
-                "message": failure.message,
-                "hint": failure.hint,
-                "exit_code": code,
-            }
-            if failure.http_status is not None:
-                body["http_status"] = failure.http_status
-            document: dict[str, object] = {"error": {**body, **self.subject, **failure.details}}
-            if self.committed is not None:
-                document["committed"] = self.committed
-            try:
-                output.write_json(document)
-            except output.OutputError as unwritten:
-                self.log.error("the error document could not be written", reason=str(unwritten))
-        raise typer.Exit(code)
 
 
 class _Runner(Generic[O, P]):
@@ -511,10 +316,3 @@ def _explain_commit(error: psycopg.Error, run_id: UUID) -> Exception:
             hint="running it again is safe in both cases",
         )
     return error
-
-
-def traceparent() -> str:
-    """The W3C context of this run: a child of `TRACEPARENT` where the caller set a valid one, else a new trace."""
-    given = _TRACEPARENT.fullmatch(os.environ.get("TRACEPARENT", ""))
-    trace_id, flags = given.groups() if given else (secrets.token_hex(16), "00")
-    return f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"

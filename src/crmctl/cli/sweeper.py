@@ -8,7 +8,7 @@ import typer
 
 from crmctl.adapters.bitrix24 import Bitrix24
 from crmctl.adapters.postgres import Database
-from crmctl.cli.run import Command
+from crmctl.cli.command import Command
 from crmctl.jobs.sweep_claims import LEASE_MARGIN, Claims
 from crmctl.jobs.sweep_installations import JOB_NAME
 

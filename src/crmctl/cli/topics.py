@@ -19,7 +19,7 @@ def check(form: Output = output.Format.TABLE) -> None:
     Example:
       crmctl topics check -o json
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.adapters import kafka, topics
@@ -50,7 +50,7 @@ def create(form: Output = output.Format.TABLE) -> None:
     Example:
       crmctl topics create
     """
-    from crmctl.cli.run import Command
+    from crmctl.cli.command import Command
 
     with Command(form) as command:
         from crmctl.adapters import kafka, topics
