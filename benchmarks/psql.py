@@ -16,7 +16,7 @@ from psycopg import conninfo
 from benchmarks.harness import TRACEPARENT, clean_environment
 from crmctl.dev.postgres import find_binaries
 from crmctl.domain.errors import ConfigurationError
-from crmctl.jobs.expire_bookings import END, POISON_LIST_LIMIT, PREPARE, START, STATEMENTS
+from crmctl.jobs.expire_bookings import END, POISON_LOG_LIMIT, PREPARE, START, STATEMENTS
 from crmctl.sql import load
 
 _PARAMETER: Final = re.compile(r"%\((\w+)\)s")
@@ -121,7 +121,7 @@ def _left_behind(phase: str, number: int, as_of: datetime, *, full: bool) -> str
         "reached_id": identity,
         "end_id": str(END.id),
         "failed_ids": "{}",
-        "list_limit": POISON_LIST_LIMIT,
+        "list_limit": POISON_LOG_LIMIT,
     }
     return _bind(STATEMENTS[phase]["left_behind"], values)
 

@@ -275,7 +275,7 @@ def relay(
 
 def start_relay(
     database: Database | str,
-    bootstrap_servers: str,
+    bootstrap_servers: str | None,
     *args: str,
     env: Mapping[str, str] | None = None,
     options: Mapping[str, str] | None = None,

@@ -3,8 +3,10 @@
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psycopg
@@ -15,7 +17,7 @@ from typer.core import TyperGroup
 from crmctl.cli.app import app
 from crmctl.dev.postgres import PostgresServer, temporary_server
 from crmctl.migrations import REVISIONS, heads
-from tests.support import CallResult, Database, insert_booking, run_process
+from tests.support import CallResult, Database, insert_booking, run_process, start_crmctl
 
 FAKE_CLOCK = Path(__file__).parents[1] / "fakeclock"
 
@@ -207,6 +209,22 @@ def test_a_reader_that_goes_away_is_no_failure(database: Database) -> None:
     assert "0" in result.stderr.splitlines()
     assert "Traceback" not in result.stderr
     assert connection.execute("select count(*) from crm.outbox_messages").fetchone() == (50,)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_at_any_moment_leaves_a_result_or_none_and_no_traceback(database: Database, signum: int) -> None:
+    for delay in range(0, 600, 40):
+        with start_crmctl("bookings", "list", "-o", "json", database=database) as process:
+            time.sleep(delay / 1000)
+            process.send_signal(signum)
+            stdout, stderr = process.communicate(timeout=30)
+        # Python itself may be hit before it has read a line of ours.
+        assert "Traceback" not in stderr or "crmctl" not in stderr
+        if process.returncode == 0:
+            assert json.loads(stdout) == {"bookings": []}
+        else:
+            assert process.returncode in (-signum, 128 + signum)
+            assert stdout == "" or json.loads(stdout)["error"]["code"] == "CRMCTL_INTERRUPTED"
 
 
 def test_a_result_that_cannot_be_written_is_74_and_the_work_stays(database: Database) -> None:

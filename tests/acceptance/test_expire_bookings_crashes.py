@@ -261,6 +261,22 @@ class TestInTheMiddleOfTheCommit:
             result = finish(worker)
         assert (result.exit_code, result.json["committed"]["reserve_expired_count"]) == (143, 3)
         assert_expired_once(connection, ids[:3])
+        assert [(run["batch"], run["outcome"]) for run in runs(connection)] == [(1, "committed")]
+
+    @pytest.mark.parametrize("flags", [(), ("--drain",)], ids=["one batch", "drain"])
+    def test_a_signal_comes_too_late_when_all_is_done(
+        self, database: Database, connection: Connection, flags: tuple[str, ...]
+    ) -> None:
+        ids = insert_queue(connection, 3)
+        with ExitStack() as stack:
+            with self.commits_that_wait(database):
+                worker = stack.enter_context(start_expire(database, *flags))
+                wait_for_worker(connection, IN_THE_COMMIT)
+                worker.send_signal(signal.SIGTERM)
+            result = finish(worker)
+        assert (result.exit_code, result.json["reserve_expired_count"]) == (0, 3)
+        assert_expired_once(connection, ids)
+        assert [(run["batch"], run["outcome"]) for run in runs(connection)] == [(1, "committed")]
 
     def test_a_restart_is_exit_69_and_says_that_the_outcome_is_open(
         self, durable_server: PostgresServer, database: Database, connection: Connection

@@ -471,8 +471,19 @@ class TestTheList:
         found = poison(result)
         assert len(found) == 100
         assert found.keys() < {str(booking_id) for booking_id in broken + refused}
-        assert len(log_lines(result, "poison booking")) == 100
         assert_expired_once(connection, healthy)
+
+    @pytest.mark.parametrize("flags", [(), ("--drain", "--batch-size", "10")], ids=" ".join)
+    def test_the_log_names_every_one(self, database: Database, connection: Connection, flags: tuple[str, ...]) -> None:
+        broken = insert_queue(connection, 110, oldest=timedelta(hours=3), deal=False)
+        refused = insert_queue(connection, 57, extensions_count=MARK)
+        raise_for_marked(connection, "P0001")
+
+        result = expire(database, *flags)
+
+        lines = log_lines(result, "poison booking")
+        assert sorted(line["booking_id"] for line in lines) == sorted(map(str, broken + refused))
+        assert {line["level"] for line in lines} == {"error"}
 
     @pytest.mark.parametrize("flags", [("--batch-size", "10"), ("--batch-size", "1000")], ids=" ".join)
     def test_a_drain_counts_each_once(self, database: Database, connection: Connection, flags: tuple[str, ...]) -> None:

@@ -184,7 +184,7 @@ def test_a_second_one_leaves_at_once(database: Database, connection: Connection)
         other.execute("select pg_advisory_xact_lock(%s)", (prune._LOCK,))
         result = run_prune(database)
         assert (result.exit_code, result.json["skipped"]) == (0, "locked")
-        assert "another prune" in run_crmctl("prune", database=database).stdout
+        assert "another run of prune" in run_crmctl("prune", database=database).stdout
     assert count(connection) == 1
     assert pruned(database)["outbox_count"] == 1
 

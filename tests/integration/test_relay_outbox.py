@@ -7,6 +7,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -51,11 +52,12 @@ from tests.relay_support import (
     numbers,
     record_count,
     relay,
+    relay_environment,
     rsa_signer,
     start_relay,
     tenant_of,
 )
-from tests.support import Database
+from tests.support import Database, start_crmctl
 
 DOCUMENT: Final = {
     "job": str,
@@ -243,7 +245,32 @@ class TestNothingToDo:
             result = relay(database, NOWHERE, *flag)
         assert result.exit_code == 0
         assert (result.json["skipped"], result.json["published_count"]) == ("locked", 0)
+        assert result.json["has_more"] is None
         assert count(connection, PENDING) == 1
+
+    def test_that_takes_the_lock_between_two_batches_hides_nothing_of_the_first(
+        self, database: Database, connection: Connection, kafka: Kafka, topic: str
+    ) -> None:
+        insert_events(connection, topic, aggregates=100)
+        command = ("outbox", "relay", "--drain", "--batch-size", "50")
+        with (
+            psycopg.connect(database.url) as gate,
+            psycopg.connect(database.url) as other,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            gate.execute("select from crm.outbox_messages order by position limit 1 for update")
+            with start_crmctl(*command, database=database, env=relay_environment(kafka.bootstrap_servers)) as process:
+                waiting = "select exists (select from pg_locks where locktype = %s and not granted)"
+                wait_until(lambda: scalar(connection, waiting, "transactionid"), "the relay's mark")
+                taken = thread.submit(other.execute, "select pg_advisory_xact_lock(%s)", (relay_outbox.LOCK,))
+                wait_until(lambda: scalar(connection, waiting, "advisory"), "the other relay")
+                gate.commit()
+                result = finish(process)
+                taken.result()
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.startswith("Skipped: locked by another run of relay-outbox.\n")
+        assert re.search(r"^Published +50$", result.stdout, re.MULTILINE)
+        assert count(connection, PENDING) == 50
 
 
 class TestADryRun:
@@ -283,6 +310,8 @@ class TestABrokerThatCannotBeReached:
         before = messages(connection)
         result = relay(database, None)
         assert result.exit_code == 78
+        with start_relay(database, None, "--follow") as process:
+            assert finish(process).exit_code == 78
         assert "CRMCTL_KAFKA__BOOTSTRAP_SERVERS" in error_of(result)["hint"]
         assert messages(connection) == before
 
@@ -328,6 +357,17 @@ class TestATopicThatDoesNotExist:
         ]
         (line,) = log_lines(result, "records refused")
         assert (line["level"], line["count"]) == ("error", 1)
+
+    def test_100_refusals_are_listed_and_every_one_is_logged(
+        self, database: Database, connection: Connection, kafka: Kafka
+    ) -> None:
+        insert_events(connection, f"missing.{uuid.uuid4()}", aggregates=130)
+        insert_events(connection, f"missing.{uuid.uuid4()}", aggregates=1, prefix="later")
+        result = relay(database, kafka.bootstrap_servers, "--drain", "--batch-size", "50")
+        assert (result.json["refused_count"], len(result.json["refused"])) == (131, 100)
+        lines = log_lines(result, "records refused")
+        assert sum(line["count"] for line in lines) == 131
+        assert len({line["reason"] for line in lines}) == 2
 
     def test_is_asked_for_less_and_less_often(self, database: Database, connection: Connection, kafka: Kafka) -> None:
         insert_event(connection, f"missing.{uuid.uuid4()}", "a-1", 1)

@@ -110,16 +110,16 @@ class Command:
 
     def report(self, document: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> None:
         """Print the result; from here on a signal can no longer change it."""
-        with self.interrupts.deferred():
-            if self._format is output.Format.JSON:
-                output.write_json(document)
-            else:
-                output.write(render(document))
+        self.interrupts.settle()
+        if self._format is output.Format.JSON:
+            output.write_json(document)
+        else:
+            output.write(render(document))
 
     def report_rows(self, name: str, rows: output.Rows, rest: Mapping[str, Any]) -> None:
         """Print a listing of any length, with the document's other fields."""
-        with self.interrupts.deferred():
-            rows.write(self._format, name, rest)
+        self.interrupts.settle()
+        rows.write(self._format, name, rest)
 
     def confirm(self, question: str) -> None:
         """Ask on the terminal before something that cannot be taken back. Raises UsageError without an answer."""
@@ -139,7 +139,7 @@ class Command:
         """
         if (signum := self.interrupts.pending) is not None:
             name = signal.Signals(signum).name
-            return InterruptedRunError(f"{name} arrived: the open transaction was rolled back", signum=signum)
+            return InterruptedRunError(f"{name} arrived: what was not committed was rolled back", signum=signum)
         if self._explained is not None and self._explained[0] is error:
             return self._explained[1]
         if isinstance(error, psycopg.errors.InsufficientPrivilege) and self.kind is not None:

@@ -76,12 +76,12 @@ def run_consumer(
             ) from None
     # What is loaded by now stays; the collector need not walk through it again with every few batches.
     gc.freeze()
-    with command.interrupts.deferred():
-        try:
-            totals = consumption.consume()
-        finally:
-            source.close()
-            consumption.tracing.close()
+    command.interrupts.settle()
+    try:
+        totals = consumption.consume()
+    finally:
+        source.close()
+        consumption.tracing.close()
     log.info("run finished", **totals.counts, duration_ms=command.elapsed_ms)
     return {"job": JOB_NAME, "run_id": run.id, "dry_run": False, **totals.document(), "duration_ms": command.elapsed_ms}
 

@@ -82,8 +82,8 @@ def serve(
                 f"the metrics port {port} cannot be had: {error.strerror}", hint="name another with --port"
             ) from None
         command.log.info("serving metrics", host=host, port=server.server_port)
-        with command.interrupts.deferred():
-            while command.interrupts.pending is None:
-                time.sleep(_LOOK_SECONDS)
+        command.interrupts.settle()
+        while command.interrupts.pending is None:
+            time.sleep(_LOOK_SECONDS)
         server.shutdown()
         command.exit(0)

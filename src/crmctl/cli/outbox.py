@@ -80,8 +80,6 @@ def list_messages(
 
 
 def _render_relay(document: Mapping[str, Any]) -> str:
-    if document["skipped"]:
-        return f"Skipped: {document['skipped']} by another relay.\n"
     text = output.fields(
         {
             "Would publish" if document["dry_run"] else "Published": document["published_count"],

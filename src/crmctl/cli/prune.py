@@ -43,8 +43,6 @@ def prune(
 
 
 def _render(document: Mapping[str, Any]) -> str:
-    if document["skipped"]:
-        return f"Skipped: {document['skipped']} by another prune.\n"
     return output.fields(
         {
             "Would delete, older than" if document["dry_run"] else "Deleted, older than": document["cutoff"],

@@ -65,13 +65,14 @@ def run_job(command: Command, job: Job[O, P], options: O, view: View, plan: Plan
     command.kind = jobs.kind_of(job.name)
     command.bind(job=job.name, run_id=str(run.id), dry_run=plan.dry_run or None)
     runner = _Runner(command, job, options, run, plan)
+    # Until the result is printed a signal is raised in an open transaction or a pause only, and noted elsewhere.
+    interrupts.settle()
     runner.run()
     progress, paused = runner.progress, runner.pause.document() if runner.pause else {}
     command.log.info("run finished", **progress.counts(), **paused, duration_ms=command.elapsed_ms)
     if not plan.follow:
         document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document(), **paused}
-        render = _render_paused if paused else view.render
-        command.report({**document, "duration_ms": command.elapsed_ms}, render)
+        command.report({**document, "duration_ms": command.elapsed_ms}, lambda result: _render(result, view))
     command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
 
 
@@ -99,6 +100,7 @@ class _Runner(Generic[O, P]):
             retry=retry_if_exception(_may_succeed_again),
             stop=stop_after_attempt(command.settings.database.transaction_attempts),
             wait=wait_random_exponential(multiplier=0.05, max=2),
+            sleep=self._sleep,
             before_sleep=self._before_retry,
             reraise=True,
         )
@@ -106,6 +108,7 @@ class _Runner(Generic[O, P]):
         self._batches = 0
         self._warned: set[str] = set()
         self._started_at: datetime | None = None
+        self._in_batch = False
         self.progress: P = job.start(options)
         # What ended the run, or what `follow` waits for.
         self.pause: Pause | None = None
@@ -128,22 +131,28 @@ class _Runner(Generic[O, P]):
             raise
 
     def _commit_batches(self) -> None:
-        """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up."""
+        """Commit one batch, or with `drain` one after the other until nothing new is reached or time is up.
+
+        A signal that arrives when all of that is done comes too late; a graceful batch may have been cut short by it.
+        """
         while True:
             self.progress = self._prepared(self.progress)
             self._retrying(self._commit_batch)
-            self._command.interrupts.check()
             if self.pause is not None:
                 return
             if self.progress.failure is not None:
                 raise self.progress.failure
-            if not self._plan.drain or not self.progress.more or self._run.budget.spent:
+            if not self.progress.more:
+                return
+            if self._plan.drain or self._job.graceful:
+                self._command.interrupts.check()
+            if not self._plan.drain or self._run.budget.spent:
                 return
 
     def _follow(self) -> None:
         """Commit batch after batch until a signal: at once while there is more, else after a second.
 
-        What is unreachable or busy is waited for, longer each time; so is the end of a pause.
+        What is unreachable or busy is waited for, longer each time; so is the end of a pause. Other failures end it.
         """
         troubles = 0
         try:
@@ -161,13 +170,15 @@ class _Runner(Generic[O, P]):
                     self._database.close()
                 self._report_batch(before)
                 self._command.interrupts.check()
+                if failure is not None and not isinstance(failure, UnavailableError | TryAgainError):
+                    raise failure
                 troubles = troubles + 1 if failure is not None else 0
                 if failure is not None:
                     pause = min(_FOLLOW_LONGEST_PAUSE, 2.0 ** min(troubles - 1, 10))
                     self._command.log.warning("waiting to try again", reason=str(failure), seconds=pause)
-                    time.sleep(pause)
+                    self._sleep(pause)
                 elif self.pause is not None or not self.progress.more:
-                    time.sleep(_FOLLOW_PAUSE)
+                    self._sleep(_FOLLOW_PAUSE)
         except Interrupted:
             return
 
@@ -187,9 +198,9 @@ class _Runner(Generic[O, P]):
         progress = self._prepared(self.progress)
         try:
             tx = self._begin()
-            self.pause = find_pause(tx, self._job.name)
             while self.pause is None:
-                progress = self._job.batch(tx, self._run, self._options, progress)
+                with self._command.interrupts.interruptible():
+                    progress = self._job.batch(tx, self._run, self._options, progress)
                 if not self._plan.drain or not progress.more or self._run.budget.spent:
                     return progress
                 if self._job.prepare is not None:
@@ -204,12 +215,11 @@ class _Runner(Generic[O, P]):
         """What the job does before a batch, with no transaction open."""
         if self._job.prepare is None:
             return progress
-        self.pause = find_pause(self._begin(), self._job.name)
+        self._begin()
         self._rollback()
         if self.pause is not None:
             return progress
-        with self._command.interrupts.deferred():
-            progress = self._job.prepare(self._run, self._options, progress)
+        progress = self._job.prepare(self._run, self._options, progress)
         self._command.interrupts.check()
         return progress
 
@@ -217,37 +227,43 @@ class _Runner(Generic[O, P]):
         before = self.progress
         try:
             tx = self._begin()
-            self.pause = find_pause(tx, self._job.name)
             if self.pause is not None:
                 self._rollback()
                 return
-            with self._command.interrupts.deferred() if self._job.graceful else nullcontext():
+            with nullcontext() if self._job.graceful else self._command.interrupts.interruptible():
                 after = self._job.batch(tx, self._run, self._options, before)
-            if after.counts() != before.counts():
-                self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
-            elif after.failure is None and getattr(after, "skipped", None) is None:
-                # It had nothing to do; a run that was kept from its work leaves no sign of life.
-                self._record.idle(tx, self._batches + 1)
+                if after.counts() != before.counts():
+                    self._record.committed(tx, self._batches + 1, _difference(before.counts(), after.counts()))
+                elif after.failure is None and getattr(after, "skipped", None) is None:
+                    # It had nothing to do; a run that was kept from its work leaves no sign of life.
+                    self._record.idle(tx, self._batches + 1)
         except BaseException:
             self._rollback()
             raise
-        with self._command.interrupts.deferred():
-            try:
-                self._database.commit()
-            except psycopg.Error as error:
-                self._rollback()
-                raise _explain_commit(error, self._run.id) from None
-            self._batches += 1
-            self.progress = after
-            self._job.log(self._command.log, before, after)
+        try:
+            self._database.commit()
+        except psycopg.Error as error:
+            self._rollback()
+            raise _explain_commit(error, self._run.id) from None
+        self._in_batch = False
+        self._batches += 1
+        self.progress = after
+        self._job.log(self._command.log, before, after)
 
     def _begin(self) -> Transaction:
-        tx = self._database.begin()
-        self._started_at = tx.now
+        """Open a transaction, and see whether the job is paused."""
+        with self._command.interrupts.interruptible():
+            tx = self._database.begin()
+            self.pause = find_pause(tx, self._job.name)
+        self._started_at, self._in_batch = tx.now, True
         for warning in set(self._database.warnings) - self._warned:
             self._warned.add(warning)
             self._command.log.warning(warning)
         return tx
+
+    def _sleep(self, seconds: float) -> None:
+        with self._command.interrupts.interruptible():
+            time.sleep(seconds)
 
     def _rollback(self) -> None:
         try:
@@ -256,27 +272,27 @@ class _Runner(Generic[O, P]):
             self._database.close()
 
     def _record_failure(self, error: BaseException) -> None:
-        """Leave a row about a run that rolled back; best effort, and only where the job had begun its work."""
+        """Leave a row about a run that failed; best effort, and only where the job had begun its work."""
         failure = self._command.explain(error)
         begun = self._started_at is not None or self._job.prepare is not None
-        if not begun or isinstance(error, typer.Exit):
+        stopped_between_batches = isinstance(error, Interrupted) and not self._in_batch
+        if not begun or stopped_between_batches or isinstance(error, typer.Exit):
             return
         guards = {"statement_timeout": _FAILURE_RECORD_TIMEOUT, "lock_timeout": _FAILURE_RECORD_TIMEOUT}
         try:
-            with self._command.interrupts.deferred():
-                self._database.close()
-                database = self._command.database(
-                    f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
-                )
-                tx = database.begin()
-                self._record.failed(
-                    tx,
-                    self._batches + 1,
-                    began=self._started_at or tx.now,
-                    code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
-                    message=failure.message if isinstance(failure, CrmctlError) else None,
-                )
-                database.commit()
+            self._database.close()
+            database = self._command.database(
+                f"crmctl {self._job.name}", connect_timeout=timedelta(seconds=1), **guards
+            )
+            tx = database.begin()
+            self._record.failed(
+                tx,
+                self._batches + 1,
+                began=self._started_at or tx.now,
+                code=failure.code if isinstance(failure, CrmctlError) else type(failure).__name__,
+                message=failure.message if isinstance(failure, CrmctlError) else None,
+            )
+            database.commit()
         except (psycopg.Error, CrmctlError) as reason:
             self._command.log.debug("the failure could not be recorded", reason=type(reason).__name__)
 
@@ -286,17 +302,23 @@ class _Runner(Generic[O, P]):
         self._command.log.warning("retrying the transaction", attempt=state.attempt_number, reason=reason)
 
 
-def _render_paused(document: Mapping[str, Any]) -> str:
-    return output.fields(
-        {
-            "Skipped": document["skipped"],
-            "By": document["paused_by"],
-            "Since": document["paused_at"],
-            "Reason": document["pause_reason"],
-            "Batches before": document.get("batches", 0),
-            "Go on with": f"crmctl jobs resume {document['job']}",
-        }
-    )
+def _render(document: Mapping[str, Any], view: View) -> str:
+    """The result; where the run was kept from its work: by what, and then what it had done before that."""
+    if document.get("skipped") is None:
+        return view.render(document)
+    if "paused_by" in document:
+        text = output.fields(
+            {
+                "Skipped": document["skipped"],
+                "By": document["paused_by"],
+                "Since": document["paused_at"],
+                "Reason": document["pause_reason"],
+                "Go on with": f"crmctl jobs resume {document['job']}",
+            }
+        )
+    else:
+        text = f"Skipped: {document['skipped']} by another run of {document['job']}.\n"
+    return f"{text}\n{view.render(document)}" if document.get("batches") else text
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

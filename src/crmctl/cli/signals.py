@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: undo the open transaction and leave, within seconds, whatever the process is doing.
 
 The first signal raises `Interrupted` in the main thread, and psycopg then cancels the running statement.
-While a commit or a report is under way the signal is only noted: what was committed must be told. A thread
+From a commit to the next transaction or the report the signal is only noted: what was committed must be told. A thread
 watches from the side, because Python's handlers wait for C calls to return: it ends the process when a second
 signal arrives, or when the first has not ended it in time. PostgreSQL rolls back when the connection drops.
 """
@@ -51,6 +51,20 @@ class Interrupts:
             yield
         finally:
             self._deferred -= 1
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within a block where signals are only noted: raise one that was, or that arrives in this inner block."""
+        outside, self._deferred = self._deferred, 0
+        try:
+            self.check()
+            yield
+        finally:
+            self._deferred = outside
+
+    def settle(self) -> None:
+        """Only note every further signal: the outcome stands, and is about to be told."""
+        self._deferred += 1
 
     def check(self) -> None:
         """Raise the signal that was noted, if any."""

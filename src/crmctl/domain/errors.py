@@ -106,7 +106,7 @@ class GroupActiveError(CrmctlError):
 
 
 class InterruptedRunError(CrmctlError):
-    """SIGINT or SIGTERM arrived; the open transaction was rolled back."""
+    """SIGINT or SIGTERM arrived; what was not committed was rolled back."""
 
     code = "CRMCTL_INTERRUPTED"
 

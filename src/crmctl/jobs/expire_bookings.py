@@ -36,7 +36,9 @@ from crmctl.jobs.job import Job, Run
 from crmctl.sql import load
 from crmctl.telemetry.logs import Log
 
+# The result lists so many of a run; the log names so many of each phase and batch, and counts the rest.
 POISON_LIST_LIMIT: Final = 100
+POISON_LOG_LIMIT: Final = 10_000
 # A BEFORE UPDATE trigger of the CRM returned null: the row stays as it is, without an error.
 UPDATE_SUPPRESSED: Final = "UPDATE_SUPPRESSED"
 
@@ -106,10 +108,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The result so far, and how far each phase's queue has been walked (END when it is exhausted)."""
+    """The result so far, and how far each phase's queue has been walked (END when it is exhausted).
+
+    The result lists the run's first poison bookings; `just_found` are the last batch's, for the log.
+    """
 
     result: Result = field(default_factory=Result)
     floors: Mapping[str, Key] = field(default_factory=lambda: {phase.name: START for phase in PHASES})
+    just_found: tuple[Poison, ...] = ()
     more: bool = False
     failure: None = None
 
@@ -175,21 +181,22 @@ def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Prog
     """
     as_of = _as_of(tx, options)
     tx.execute(PREPARE)
-    after, failed = before, list[Poison]()
+    after, found = before, list[Poison]()
     for phase in PHASES:
         if after.floors[phase.name] != END:
             after, poison = _expire_phase(tx, run, options, phase, as_of, after)
-            failed += poison
+            found += poison
     has_more = any(floor != END for floor in after.floors.values())
     result = replace(
         after.result,
         as_of=as_of,
         batches=before.result.batches + 1,
-        not_expired=_not_expired(tx, options, as_of, after.floors, failed),
+        poison=(*before.result.poison, *found)[:POISON_LIST_LIMIT],
+        not_expired=_not_expired(tx, options, as_of, after.floors, found),
         has_more=has_more,
     )
     capped = options.max_expire is not None and result.expired_count >= options.max_expire
-    return replace(after, result=result, more=has_more and not capped)
+    return replace(after, result=result, just_found=tuple(found), more=has_more and not capped)
 
 
 def _as_of(tx: Transaction, options: Options) -> datetime:
@@ -206,7 +213,7 @@ def _as_of(tx: Transaction, options: Options) -> datetime:
 def _expire_phase(
     tx: Transaction, run: Run, options: Options, phase: Phase, as_of: datetime, before: Progress
 ) -> tuple[Progress, tuple[Poison, ...]]:
-    """One batch of one phase: expire, then look back at what was passed over. Also returns the failed writes."""
+    """One batch of one phase: expire, then look back at what was passed over. Also returns the poison found."""
     result, floor = before.result, before.floors[phase.name]
     limit = max(options.batch_size, len(options.booking_ids))
     if options.max_expire is not None:
@@ -218,18 +225,16 @@ def _expire_phase(
 
     walk = queue.walk(floor, limit)
     left = queue.left_behind(floor, walk)
-    poison = (*result.poison, *(Poison(**row) for row in left["defects"]), *walk.failed)
     result = replace(
         result,
         reserve_expired_count=result.reserve_expired_count + (walk.expired if phase is RESERVE else 0),
         booking_expired_count=result.booking_expired_count + (walk.expired if phase is BOOKING else 0),
         skipped_locked_count=result.skipped_locked_count + left["skipped_locked_count"],
         poison_count=result.poison_count + left["defect_count"] + len(walk.failed),
-        poison=poison[:POISON_LIST_LIMIT],
         undetermined_count=result.undetermined_count + walk.undetermined,
     )
     floors = {**before.floors, phase.name: walk.reached if left["has_more"] else END}
-    return replace(before, result=result, floors=floors), walk.failed
+    return replace(before, result=result, floors=floors), (*(Poison(**row) for row in left["defects"]), *walk.failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +323,7 @@ class _Queue:
                 "reached_id": walk.reached.id,
                 "end_id": END.id,
                 "failed_ids": [UUID(poison.booking_id) for poison in walk.failed],
-                "list_limit": POISON_LIST_LIMIT,
+                "list_limit": POISON_LOG_LIMIT,
             },
         )
 
@@ -361,8 +366,11 @@ def _not_expired(
 
 
 def _log(log: Log, before: Progress, after: Progress) -> None:
-    for poison in after.result.poison[len(before.result.poison) :]:
+    for poison in after.just_found:
         log.error("poison booking", booking_id=poison.booking_id, reason=poison.reason)
+    unnamed = after.result.poison_count - before.result.poison_count - len(after.just_found)
+    if unnamed:
+        log.error("poison bookings that are not named here", count=unnamed)
 
 
 JOB: Final = Job(name="expire-bookings", actor="system", start=lambda _: Progress(), batch=batch, log=_log)

@@ -63,13 +63,13 @@ class Progress:
         }
 
     def document(self) -> dict[str, object]:
-        """The result; `cutoff` is the moment before which rows are old."""
+        """The result; `cutoff`: before it rows are old. `has_more` is null where another prune holds the lock."""
         return {
             "skipped": self.skipped,
             "cutoff": self.cutoff,
             **self.counts(),
             "batches": self.batches,
-            "has_more": self.more,
+            "has_more": None if self.skipped else self.more,
         }
 
 

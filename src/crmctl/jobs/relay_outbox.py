@@ -48,7 +48,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Rows of the whole run. `held_count`: rows that began to wait behind a refused one of their aggregate."""
+    """Rows of the whole run. `held_count`: rows that began to wait behind a refused one of their aggregate.
+
+    The result lists the run's first refusals; `just_refused` are all of the last batch's, for the log.
+    """
 
     published_count: int = 0
     refused_count: int = 0
@@ -58,6 +61,7 @@ class Progress:
     skipped: str | None = None
     failure: CrmctlError | None = None
     refused: tuple[tuple[str, str], ...] = ()
+    just_refused: tuple[tuple[str, str], ...] = ()
     listed: tuple[Mapping[str, object], ...] = ()
 
     @property
@@ -74,14 +78,14 @@ class Progress:
         }
 
     def document(self) -> dict[str, object]:
-        """The result; `messages` is filled by a dry run only."""
+        """The result; `messages` is filled by a dry run only, `has_more` is null where another relay holds the lock."""
         return {
             "skipped": self.skipped,
             **self.counts(),
             "refused": [{"message_id": message_id, "error": error} for message_id, error in self.refused],
             "messages": list(self.listed),
             "batches": self.batches,
-            "has_more": self.more,
+            "has_more": None if self.skipped else self.more,
         }
 
 
@@ -103,18 +107,20 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
     """The job, publishing through `publisher`."""
 
     def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Progress:
+        idle = replace(before, more=False, failure=None, skipped=None, just_refused=())
         if not tx.one(STATEMENTS["take_lock"], {"lock": LOCK})["taken"]:
-            return replace(before, more=False, failure=None, skipped="locked")
+            return replace(idle, skipped="locked")
         retries = tx.all(STATEMENTS["select_retries"], {"limit": max(1, options.batch_size // 4)})
         fresh = tx.all(STATEMENTS["select_fresh"], {"limit": max(1, options.batch_size - len(retries))})
         rows = [row for row in (*retries, *fresh) if not row["held"]]
         if not rows and not fresh:
-            return replace(before, more=False, failure=None)
+            return idle
         if options.dry_run:
             report = Report(delivered=[row["id"] for row in rows])
         else:
             report = publisher.publish([_record(row) for row in rows], run.stopping)
         delivered = set(report.delivered)
+        refused = tuple((str(message_id), error) for message_id, error in report.refused.items())
         released = {_aggregate(row) for row in retries if row["id"] in delivered}
         marked = _mark(tx, retries, fresh, report, released)
         followers = any(row["held"] and _aggregate(row) in released for row in fresh)
@@ -127,7 +133,8 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
             batches=before.batches + 1,
             more=full or unsent or followers or marked["released_count"] > 0,
             failure=report.outage,
-            refused=(*before.refused, *((str(i), e) for i, e in report.refused.items()))[:LIST_LIMIT],
+            refused=(*before.refused, *refused)[:LIST_LIMIT],
+            just_refused=refused,
             listed=(*before.listed, *map(_listed, rows))[:LIST_LIMIT] if options.dry_run else (),
         )
 
@@ -189,9 +196,9 @@ def _listed(row: DictRow) -> dict[str, object]:
     }
 
 
-def _log(log: Log, before: Progress, after: Progress) -> None:
+def _log(log: Log, _before: Progress, after: Progress) -> None:
     by_reason: dict[str, list[str]] = {}
-    for message_id, error in after.refused[len(before.refused) :]:
+    for message_id, error in after.just_refused:
         by_reason.setdefault(error, []).append(message_id)
     for error, message_ids in by_reason.items():
         log.error("records refused", reason=error, count=len(message_ids), first_message_id=message_ids[0])
