@@ -55,8 +55,9 @@ class Interrupts:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Within a block where signals are only noted: raise one that was, or that arrives in this inner block."""
-        outside, self._deferred = self._deferred, 0
+        outside = self._deferred
         try:
+            self._deferred = 0
             self.check()
             yield
         finally:

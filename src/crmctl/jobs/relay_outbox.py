@@ -23,7 +23,7 @@ from typing import Any, Final
 import orjson
 from psycopg.rows import DictRow
 
-from crmctl.adapters.postgres import Transaction
+from crmctl.adapters.postgres import Transaction, array_literal
 from crmctl.adapters.publisher import Publisher, Record, Report
 from crmctl.domain.errors import CrmctlError
 from crmctl.jobs.job import Job, Run
@@ -156,7 +156,7 @@ def _record(row: DictRow) -> Record:
         topic=row["topic"],
         key=row["key"].encode(),
         value=envelope(row),
-        headers=tuple((name, str(value).encode()) for name, value in row["headers"].items()),
+        headers=tuple([(name, str(value).encode()) for name, value in orjson.loads(row["headers"]).items()]),
     )
 
 
@@ -172,7 +172,7 @@ def _mark(
     return tx.one(
         STATEMENTS["mark"],
         {
-            "delivered": report.delivered,
+            "delivered": array_literal(report.delivered),
             "refused_ids": list(report.refused),
             "refused_errors": list(report.refused.values()),
             "held": [row["id"] for row in fresh if row["held"] and _aggregate(row) not in retried],

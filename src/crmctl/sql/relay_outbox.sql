@@ -8,7 +8,7 @@ select pg_try_advisory_xact_lock(%(lock)s) as taken
 select o.id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
        to_json(o.created_at) #>> '{}' as created_at,
        o.payload::text as payload,
-       o.headers,
+       o.headers::text as headers,
        true as retry,
        false as held
 from crm.outbox_messages o
@@ -33,7 +33,7 @@ limit %(limit)s
 select o.id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
        to_json(o.created_at) #>> '{}' as created_at,
        o.payload::text as payload,
-       o.headers,
+       o.headers::text as headers,
        false as retry,
        coalesce(
            (
