@@ -24,7 +24,6 @@ from crmctl.cli import (
 
 app = typer.Typer(
     name="crmctl",
-    help="Batch operations of the CRM: one subcommand is one idempotent transaction.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
