@@ -192,6 +192,11 @@ def _is_utf8(value: str) -> bool:
     return True
 
 
+def _shown(path: Path) -> str:
+    """A path as text that every output takes: its bytes need not be UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def _secrets() -> dict[str, str]:
     """Values from `CRMCTL_…_FILE` and from the secrets directory, the former first."""
     values: dict[str, str] = {}
@@ -200,7 +205,7 @@ def _secrets() -> dict[str, str]:
         names = sorted(directory.iterdir()) if directory.is_dir() else []
         files = [file for file in names if file.name.upper().startswith(_PREFIX) and file.is_file()]
     except OSError as error:
-        raise ConfigurationError(f"cannot read the secrets directory {directory}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read the secrets directory {_shown(directory)}: {error.strerror}") from None
     for file in files:
         values[file.name.upper()] = _read_secret(file)
     for name, path in os.environ.items():
@@ -215,7 +220,7 @@ def _read_secret(file: Path, variable: str | None = None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigurationError(
-            f"cannot read the secret file {file}: {reason}",
+            f"cannot read the secret file {_shown(file)}: {reason}",
             hint=f"{variable} names it" if variable else "it lies in CRMCTL_SECRETS_DIR",
         ) from None
 
@@ -224,10 +229,10 @@ def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read {_shown(file)}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The parser's own text can quote the line, and the line can hold a password.
-        raise ConfigurationError(f"{file} is not valid TOML ({type(error).__name__})") from None
+        raise ConfigurationError(f"{_shown(file)} is not valid TOML ({type(error).__name__})") from None
 
 
 def _config_values() -> dict[str, Any]:
@@ -239,7 +244,7 @@ def _config_values() -> dict[str, Any]:
     unknown = sorted(values.keys() - Settings.model_fields.keys())
     if unknown:
         raise ConfigurationError(
-            f"{file} has unknown settings: {', '.join(unknown)}",
+            f"{_shown(file)} has unknown settings: {', '.join(unknown)}",
             hint="docs/configuration.md lists all of them",
         )
     return values

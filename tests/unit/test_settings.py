@@ -167,6 +167,14 @@ def test_a_named_file_that_is_missing_is_an_error(tmp_path: Path, monkeypatch: p
         settings.load()
 
 
+@pytest.mark.parametrize("name", ["CRMCTL_CONFIG", "CRMCTL_DATABASE_URL_FILE"])
+def test_a_path_that_is_no_utf8_is_shown_escaped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "/absent/\udcff")
+    with pytest.raises(ConfigurationError, match=r"/absent/\\xff: No such file") as caught:
+        settings.load()
+    assert str(caught.value).isascii()
+
+
 def test_the_repr_of_the_settings_hides_the_database_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRMCTL_DATABASE_URL", "postgresql://u:hunter2@h/d")
     loaded, _ = settings.load()
