@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -93,10 +93,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if marker is None or (_GIVEN and not marker.kwargs.get("embedded")):
         return
     reason = why_not_here()
-    if reason is not None and _REAL_REQUIRED:
-        pytest.fail(f"CRMCTL_REQUIRE_REAL_KAFKA is set, but {reason}", pytrace=False)
     if reason is not None:
-        pytest.skip(f"needs a real Kafka broker: {reason}")
+        skip_or_fail(f"there is no real Kafka broker: {reason}")
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip a test that real Kafka, or what comes with it, is wanting for; fail it where that is required."""
+    if _REAL_REQUIRED:
+        pytest.fail(f"CRMCTL_REQUIRE_REAL_KAFKA is set, but {reason}", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +110,7 @@ def kafka() -> Iterator[Kafka]:
         yield Kafka(_GIVEN, "external")
         return
     if _REAL_REQUIRED and (reason := why_not_here()):
-        pytest.fail(f"CRMCTL_REQUIRE_REAL_KAFKA is set, but {reason}", pytrace=False)
+        skip_or_fail(reason)
     with temporary_broker() as broker:
         yield Kafka(broker.bootstrap_servers, broker.kind)
 

@@ -7,6 +7,7 @@ prefix, in crmctl.toml. A secret may come from a file: `CRMCTL_DATABASE_URL_FILE
 
 import os
 import tomllib
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -123,7 +124,6 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
         env_nested_delimiter="__",
-        env_ignore_empty=True,
         extra="ignore",
         hide_input_in_errors=True,
     )
@@ -149,29 +149,69 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Environment first, then secret files; `load` passes the TOML file as the initial values."""
-        assert isinstance(env_settings, EnvSettingsSource)  # noqa: S101
         # `…_FILE` names a secret file, and is no setting of its own.
-        env_settings.env_vars = {k: v for k, v in env_settings.env_vars.items() if not k.endswith("_file")}
-        return env_settings, _SecretFiles(settings_cls), init_settings
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.upper().startswith(_PREFIX) and not name.upper().endswith("_FILE") and value
+        }
+        return _Variables(settings_cls, environment), _Variables(settings_cls, _secrets()), init_settings
 
 
-class _SecretFiles(PydanticBaseSettingsSource):
+class _Variables(EnvSettingsSource):
+    """Settings that are named as environment variables are, wherever their values were read.
+
+    Raises ConfigurationError for a value that is no text, or no JSON where several settings are given at once.
+    """
+
+    def __init__(self, settings_cls: type[BaseSettings], values: Mapping[str, str]) -> None:
+        super().__init__(settings_cls)
+        self.env_vars = {name.lower(): value for name, value in values.items()}
+        for name, value in values.items():
+            field = name.lower().removeprefix(_PREFIX.lower()).split("__")[0]
+            if field in settings_cls.model_fields and not _is_utf8(value):
+                raise ConfigurationError(f"setting {name.upper()} is wrong: it is not UTF-8")
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """The value as JSON; `field_name` is the last part of the variable's name."""
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except (ValueError, RecursionError):
+            names = (name for name, text in self.env_vars.items() if text == value and name.endswith(field_name))
+            raise ConfigurationError(
+                f"setting {next(names).upper()} is wrong: it is not a JSON object",
+                hint="docs/configuration.md has the form of each setting",
+            ) from None
+
+
+def _is_utf8(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    """A path as text that every output takes: its bytes need not be UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _secrets() -> dict[str, str]:
     """Values from `CRMCTL_…_FILE` and from the secrets directory, the former first."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        directory = Path(os.environ.get("CRMCTL_SECRETS_DIR", "/run/secrets"))
-        if directory.is_dir():
-            for file in sorted(directory.iterdir()):
-                if file.name.upper().startswith(_PREFIX) and file.is_file():
-                    _nest(values, file.name.upper(), _read_secret(file))
-        for name, path in os.environ.items():
-            if name.startswith(_PREFIX) and name.endswith("_FILE") and path:
-                _nest(values, name.removesuffix("_FILE"), _read_secret(Path(path), name))
-        return values
+    values: dict[str, str] = {}
+    directory = Path(os.environ.get("CRMCTL_SECRETS_DIR", "/run/secrets"))
+    try:
+        names = sorted(directory.iterdir()) if directory.is_dir() else []
+        files = [file for file in names if file.name.upper().startswith(_PREFIX) and file.is_file()]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the secrets directory {_shown(directory)}: {error.strerror}") from None
+    for file in files:
+        values[file.name.upper()] = _read_secret(file)
+    for name, path in os.environ.items():
+        if name.startswith(_PREFIX) and name.endswith("_FILE") and path:
+            values[name.removesuffix("_FILE")] = _read_secret(Path(path), name)
+    return values
 
 
 def _read_secret(file: Path, variable: str | None = None) -> str:
@@ -180,26 +220,19 @@ def _read_secret(file: Path, variable: str | None = None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigurationError(
-            f"cannot read the secret file {file}: {reason}",
+            f"cannot read the secret file {_shown(file)}: {reason}",
             hint=f"{variable} names it" if variable else "it lies in CRMCTL_SECRETS_DIR",
         ) from None
-
-
-def _nest(values: dict[str, Any], name: str, value: str) -> None:
-    *parents, leaf = name.removeprefix(_PREFIX).lower().split("__")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-    values[leaf] = value
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
+        raise ConfigurationError(f"cannot read {_shown(file)}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The parser's own text can quote the line, and the line can hold a password.
-        raise ConfigurationError(f"{file} is not valid TOML ({type(error).__name__})") from None
+        raise ConfigurationError(f"{_shown(file)} is not valid TOML ({type(error).__name__})") from None
 
 
 def _config_values() -> dict[str, Any]:
@@ -211,7 +244,7 @@ def _config_values() -> dict[str, Any]:
     unknown = sorted(values.keys() - Settings.model_fields.keys())
     if unknown:
         raise ConfigurationError(
-            f"{file} has unknown settings: {', '.join(unknown)}",
+            f"{_shown(file)} has unknown settings: {', '.join(unknown)}",
             hint="docs/configuration.md lists all of them",
         )
     return values
@@ -255,4 +288,5 @@ def find_dev_directory() -> Path:
 def load_embedded() -> Settings:
     """Read the settings of the embedded environment, whatever else is configured. Raises ConfigurationError."""
     values = _read_toml(find_dev_directory() / _DEV_FILE.name)
-    return Settings().model_copy(update={"database_url": SecretStr(str(values["database_url"]))})
+    url = values.get("database_url")
+    return _build({}).model_copy(update={"database_url": SecretStr(str(url)) if url else None})

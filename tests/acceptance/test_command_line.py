@@ -95,6 +95,8 @@ def test_no_configured_database_is_78_and_names_dev_up(tmp_path: Path) -> None:
         ("host=127.0.0.1 port=1 user=u password=hun'ter2", 69),
         ("host=127.0.0.1 port=1 password=hunter2 user=u", 69),
         ("hunter2", 78),
+        ("postgresql://crmctl:hunter2\udcff@127.0.0.1:1/crmctl", 78),
+        ("postgresql://crmctl@127.0.0.1:1/crmctl?sslmode=require;password=hunter2", 78),
     ],
 )
 @pytest.mark.parametrize("command", [("bookings", "expire"), ("db", "upgrade"), ("bookings", "list")], ids=" ".join)
@@ -104,6 +106,32 @@ def test_no_part_of_a_dsn_password_is_ever_printed(url: str, code: int, command:
     assert "hun" not in result.stdout + result.stderr
     assert "ter2" not in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("127.0.0.1:1/crmctl?sslmode=bogus", "sslmode"),
+        ("127.0.0.1:1/crmctl?target_session_attrs=bogus", "target_session_attrs"),
+        ("127.0.0.1:1/crmctl?keepalives=bogus", "keepalives"),
+        ("127.0.0.1:1/crmctl?connect_timeout=bogus", "connect_timeout"),
+        ("127.0.0.1:99999/crmctl", "port"),
+        ("127.0.0.1:1,127.0.0.1:1/crmctl?port=1,2,3", "port"),
+    ],
+)
+def test_an_option_that_no_server_could_mend_is_78_and_named(place: str, option: str) -> None:
+    result = run_process("bookings", "expire", "-o", "json", database=f"postgresql://crmctl:hunter2@{place}")
+    assert result.exit_code == 78
+    assert result.json["error"]["message"].endswith(f"look at its {option}")
+    assert "bogus" not in result.stdout + result.stderr
+    assert "hunter2" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+def test_a_host_that_is_no_host_name_is_78(host: str) -> None:
+    result = run_process("bookings", "list", database=f"host={host} port=1 dbname=crmctl")
+    assert result.exit_code == 78
+    assert "CRMCTL_DATABASE_URL" in result.stderr
 
 
 def test_a_wrong_password_is_refused_without_printing_it(database: Database) -> None:
@@ -309,6 +337,25 @@ def test_a_wrong_command_line_is_2(arguments: tuple[str, ...]) -> None:
     result = run_process("bookings", "expire", *arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("outbox", "list", "--aggregate", "\udcff"),
+        ("bookings", "list", "--status", "Booked\udcff"),
+        ("jobs", "pause", "expire-bookings", "--reason", "\udcff"),
+        ("bookings", "show", "\udcff"),
+        ("\udcff",),
+    ],
+    ids=lambda arguments: " ".join(arguments).encode(errors="backslashreplace").decode(),
+)
+def test_an_argument_that_is_no_utf8_is_2(arguments: tuple[str, ...], database: Database) -> None:
+    result = run_process(*arguments, database=database)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Error: " in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -94,18 +94,17 @@ def wait_at_gates(connection: Connection, *applications: str) -> None:
 
 
 class TestTheExpiryAndAnExtensionMeetAtTheDeadline:
+    @pytest.mark.parametrize("kind", ["at the deadline", "already overdue"])
     def test_and_exactly_one_of_them_wins(
-        self, database: Database, sides: tuple[Prefork, Prefork], chaos_table: ChaosTable
+        self, database: Database, sides: tuple[Prefork, Prefork], chaos_table: ChaosTable, kind: str
     ) -> None:
-        """Half of the rounds start both at once around the deadline, half let both go in the middle of their work."""
+        """At the deadline both start while it passes; if overdue, both are let go in the middle of their work."""
         connection, rounds, chance = database.connect(), scaled(500), random.Random(20_261_129)
+        meet = self.at_the_deadline if kind == "at the deadline" else self.at_the_gates
         outcomes: Counter[str] = Counter()
-        with chaos_table.row("extend against expire at the deadline") as row:
-            for number in range(rounds):
-                if number % 2:
-                    booking_id, expiry, extension = self.at_the_gates(database, connection, sides, chance)
-                else:
-                    booking_id, expiry, extension = self.at_the_deadline(database, connection, sides, chance)
+        with chaos_table.row(f"extend against expire, {kind}") as row:
+            for _ in range(rounds):
+                booking_id, expiry, extension = meet(database, connection, sides, chance)
                 outcomes[self.assert_one_outcome(connection, booking_id, expiry, extension)] += 1
             row.interruptions, row.due = f"{rounds} races", rounds
             row.outcome = ", ".join(f"{count} {who} won" for who, count in sorted(outcomes.items()))

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -79,6 +79,24 @@ def wait_for_lock(connection: Connection) -> None:
     """Wait until an extension waits for somebody else's lock."""
     waiting = "select 1 from pg_stat_activity where application_name = %s and wait_event_type = 'Lock'"
     wait_until(lambda: rows(connection, waiting, APPLICATION), "an extension that waits for a lock")
+
+
+def trigger(table: LiteralString, moment: LiteralString, body: LiteralString) -> list[LiteralString]:
+    """The statements of a row trigger of the CRM's."""
+    return [*_rule(body), f"create trigger rule {moment} on crm.{table} for each row execute function public.rule()"]
+
+
+def deferred_trigger(table: LiteralString, moment: LiteralString, body: LiteralString) -> list[LiteralString]:
+    """The statements of one that waits for the commit."""
+    return [
+        *_rule(body),
+        f"create constraint trigger rule {moment} on crm.{table} deferrable initially deferred"
+        " for each row execute function public.rule()",
+    ]
+
+
+def _rule(body: LiteralString) -> list[LiteralString]:
+    return [f"create function public.rule() returns trigger language plpgsql as $$ begin {body}; return new; end $$"]
 
 
 def answer(document: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +258,60 @@ class TestABookingThatIsNotBooked:
         result = extend(database, booking_id, token=token_for(connection, booking_id))
         assert result.exit_code == 12
         assert work(connection) == before
+
+
+class TestARefusalByTheDatabaseOfTheCrm:
+    """Its constraints and triggers are not ours, and what they refuse is no bug of ours."""
+
+    @pytest.mark.parametrize(
+        ("rules", "why"),
+        [
+            (
+                ["alter table crm.bookings add constraint once check (extensions_count < 1)"],
+                '23514: new row for relation "bookings" violates check constraint "once"',
+            ),
+            (trigger("bookings", "before update", "raise exception 'frozen' using detail = 'secret'"), "P0001: frozen"),
+            (trigger("deal_timeline_events", "before insert", "raise exception 'closed'"), "P0001: closed"),
+            (
+                trigger("deal_notifications", "before insert", "raise exception 'mute' using errcode = '44000'"),
+                "44000: mute",
+            ),
+            (
+                deferred_trigger("bookings", "after update", "raise exception 'late' using errcode = '23000'"),
+                "23000: late",
+            ),
+            (trigger("bookings", "before update", "return null"), "the update was suppressed by a trigger"),
+        ],
+        ids=["constraint", "trigger", "timeline", "notification", "deferred", "suppressed"],
+    )
+    @pytest.mark.parametrize("mode", [(), ("--dry-run",)], ids=["run", "dry-run"])
+    def test_is_an_invalid_state_and_nothing_is_written(
+        self, database: Database, connection: Connection, rules: list[LiteralString], why: str, mode: tuple[str, ...]
+    ) -> None:
+        booking_id = insert_booked(connection)
+        for rule in rules:
+            connection.execute(rule)
+        before = work(connection)
+        result = extend(database, booking_id, *mode, token=token_for(connection, booking_id))
+        assert result.exit_code == 12
+        error = error_of(result)
+        assert error["code"] == "CRM_BOOKING_INVALID_STATE"
+        assert error["status"] == "Booked"
+        assert error["booking_id"] == str(booking_id)
+        assert error["message"] == f"booking {booking_id} cannot be extended: {why}"
+        assert "secret" not in result.stdout + result.stderr
+        assert requests(connection) == []
+        assert work(connection) == before
+
+    def test_leaves_the_request_id_for_when_the_rule_is_gone(self, database: Database, connection: Connection) -> None:
+        booking_id, request_id = insert_booked(connection), str(uuid.uuid4())
+        token = token_for(connection, booking_id)
+        connection.execute("alter table crm.bookings add constraint once check (extensions_count < 1)")
+        assert extend(database, booking_id, "--request-id", request_id, token=token).exit_code == 12
+        connection.execute("alter table crm.bookings drop constraint once")
+        again = extend(database, booking_id, "--request-id", request_id, token=token)
+        assert again.exit_code == 0
+        assert again.json["repeated"] is False
 
 
 class TestWhoseBookingItIs:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import jwt
 import psycopg
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -360,6 +361,13 @@ class TestSettingsThatAreIncomplete:
         assert work(connection) == before
 
 
+def private_jwk(signer: Signer, kid: str) -> dict[str, Any]:
+    """The signer's JWK with the private half in it."""
+    algorithm: Any = jwt.get_algorithm_by_name(signer.algorithm)
+    made: dict[str, Any] = algorithm.to_jwk(signer.key, as_dict=True)
+    return made | {"kid": kid}
+
+
 def jwks(*keys: dict[str, Any]) -> str:
     return json.dumps({"keys": keys})
 
@@ -417,6 +425,39 @@ class TestAJwksFile:
         )
         assert attempt(booking_id, token, settings).exit_code == 11
         assert attempt(booking_id, rsa_signer().token(tenant_id, headers={"kid": "shared"}), settings).exit_code == 11
+
+    @pytest.mark.parametrize("signer", [rsa_signer(2), ec_signer(), ed25519_signer()], ids=lambda s: s.algorithm)
+    def test_with_a_private_key_is_a_configuration_error_whatever_key_the_token_names(
+        self, attempt: Attempt, connection: Connection, believe: Callable[[str], dict[str, str]], signer: Signer
+    ) -> None:
+        booking_id = insert_booked(connection)
+        before = work(connection)
+        private = private_jwk(signer, "private")
+        settings = believe(jwks(rsa_signer().jwk("one"), private)) | {"CRMCTL_AUTH__ALGORITHM": signer.algorithm}
+        for kid in ("one", "private"):
+            result = attempt(
+                booking_id, signer.token(tenant_of(connection, booking_id), headers={"kid": kid}), settings
+            )
+            assert result.exit_code == 78
+            assert "CRMCTL_AUTH__JWKS holds a private key" in result.stderr
+            assert private["d"] not in result.stdout + result.stderr
+        assert work(connection) == before
+
+    def test_passes_over_keys_that_are_not_for_signatures(
+        self, attempt: Attempt, connection: Connection, believe: Callable[[str], dict[str, str]]
+    ) -> None:
+        booking_id = insert_booked(connection)
+        tenant_id = tenant_of(connection, booking_id)
+        for_secrets, for_signatures = (
+            rsa_signer(2).jwk("same") | {"use": "enc"},
+            rsa_signer().jwk("same") | {"use": "sig"},
+        )
+        settings = believe(jwks(for_secrets, for_signatures))
+        for headers in ({"kid": "same"}, {}):
+            assert attempt(booking_id, rsa_signer(2).token(tenant_id, headers=headers), settings).exit_code == 11
+            assert attempt(booking_id, rsa_signer().token(tenant_id, headers=headers), settings).exit_code == 0
+        alone = believe(jwks(for_secrets))
+        assert attempt(booking_id, rsa_signer(2).token(tenant_id), alone).exit_code == 11
 
     @pytest.mark.parametrize(
         "content",
@@ -535,6 +576,7 @@ class TestAJwksUrl:
             (reply(b"\xff\xfe"), 78),
             (reply(b"[]"), 78),
             (reply(b'{"keys": []}'), 78),
+            (reply(jwks(rsa_signer().jwk(), private_jwk(rsa_signer(2), "private")).encode()), 78),
         ],
         ids=[
             "500",
@@ -548,6 +590,7 @@ class TestAJwksUrl:
             "no text",
             "a list",
             "no keys",
+            "a private key",
         ],
     )
     def test_with_another_answer_is_explained(

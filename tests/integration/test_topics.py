@@ -72,7 +72,7 @@ def test_missing_topics_are_a_configuration_error_that_names_the_fix(broker: Kaf
     assert faults(result) == {topic.name: ["it does not exist"] for topic in TOPICS}
     assert [row["partitions"] for row in result.json["topics"]] == [None] * len(TOPICS)
     (line,) = log_lines(result, "topics fall short of their contracts")
-    assert "crmctl topics create" in line["hint"]
+    assert line["hint"] == "run: crmctl topics create"
     assert "it does not exist" in topics(broker, "check", "table").stdout
 
 
@@ -137,6 +137,15 @@ def test_one_that_falls_short_is_reported_and_never_changed(
     assert len(found) == len(words)
     assert all(word in fault for word, fault in zip(words, found, strict=True))
     assert described(broker, name) == before
+    (line,) = log_lines(check, "topics fall short of their contracts")
+    assert line["hint"] == f"change with Kafka's tools (kafka-topics.sh, kafka-configs.sh): {name}"
+
+
+def test_one_that_is_missing_beside_one_that_falls_short_needs_both_steps(broker: KafkaServer) -> None:
+    create_topic(broker.bootstrap_servers, BOOKING_EXPIRED_TOPIC.name, partitions=2)
+    (line,) = log_lines(topics(broker, "check"), "topics fall short of their contracts")
+    assert line["hint"].startswith("run: crmctl topics create; change with Kafka's tools")
+    assert line["hint"].endswith(f": {BOOKING_EXPIRED_TOPIC.name}")
 
 
 @pytest.mark.parametrize("retention", ["-1", "31536000000"], ids=["for ever", "a year"])

@@ -7,6 +7,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 from crmctl.cli.app import app
 from crmctl.cli.exits import Exit
@@ -39,6 +40,22 @@ def test_every_exit_code_is_on_its_page_and_no_other() -> None:
     assert set(re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", page, re.MULTILINE)) == {
         (str(code.value), code.name) for code in Exit
     }
+
+
+def test_every_exit_code_is_in_the_help() -> None:
+    help_text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    listed = help_text.split("Exit codes: ")[1].split(" Options:")[0]
+    assert re.findall(r"\d+", listed) == [str(code.value) for code in Exit] + ["130", "143"]
+
+
+def test_the_tree_of_the_architecture_names_its_modules() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("Arrows run one way")[0]
+    source = ROOT / "src" / "crmctl"
+    nouns = {group.name for group in app.registered_groups} | {"health", "prune"}
+    for package in ("cli", "adapters", "telemetry"):
+        for module in (source / package).glob("[a-z]*.py"):
+            if package != "cli" or module.stem.replace("_", "-") not in nouns:
+                assert re.search(rf"\b{module.name}\b", tree), f"{package}/{module.name}"
 
 
 @pytest.mark.parametrize("contract", [BOOKING_EXPIRED, INSTALLATION_MARKED_STALE])

@@ -134,7 +134,8 @@ def _keys(settings: AuthSettings) -> Callable[[str], Any]:
             key_set = jwt.PyJWKSet.from_json(settings.jwks)
         except (jwt.PyJWTError, ValueError, TypeError, AttributeError):
             raise ConfigurationError("CRMCTL_AUTH__JWKS is no JWKS document") from None
-        return lambda token: _by_key_id(key_set, token)
+        keys = _signing_keys(key_set, "CRMCTL_AUTH__JWKS")
+        return lambda token: _by_key_id(keys, token)
     return _from_url(settings.jwks_url or "")
 
 
@@ -148,11 +149,18 @@ def _public_key(pem: str, algorithm: str) -> Callable[[str], Any]:
     return lambda _token: key
 
 
-def _by_key_id(key_set: jwt.PyJWKSet, token: str) -> Any:
+def _signing_keys(key_set: jwt.PyJWKSet, setting: str) -> list[jwt.PyJWK]:
+    """The keys that are meant for signatures. Raises ConfigurationError if any key of the set is private."""
+    if any(hasattr(key.key, "private_bytes") for key in key_set.keys):
+        raise ConfigurationError(f"{setting} holds a private key", hint="configure the public halves only")
+    return [key for key in key_set.keys if key.public_key_use in (None, "sig")]
+
+
+def _by_key_id(keys: list[jwt.PyJWK], token: str) -> Any:
     key_id = jwt.get_unverified_header(token).get("kid")
-    if key_id is None and len(key_set.keys) == 1:
-        return key_set.keys[0].key
-    for key in key_set.keys:
+    if key_id is None and len(keys) == 1:
+        return keys[0].key
+    for key in keys:
         if key.key_id == key_id and key_id is not None:
             return key.key
     raise jwt.PyJWKSetError("no such key")
@@ -177,7 +185,7 @@ def _from_url(url: str) -> Callable[[str], Any]:
             )
         if isinstance(outcome[0], Exception):
             raise ConfigurationError("CRMCTL_AUTH__JWKS_URL answers with no JWKS document")
-        return _by_key_id(outcome[0], token)
+        return _by_key_id(_signing_keys(outcome[0], "CRMCTL_AUTH__JWKS_URL"), token)
 
     return key_for
 

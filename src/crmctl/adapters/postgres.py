@@ -4,6 +4,7 @@ Safe behind a transaction pooler: nothing is prepared on the server, and every g
 transaction. No message made here holds any part of a DSN but host, port, user and database.
 """
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,11 @@ _REFUSED_FOR_NOW: Final = (
     "session is read-only",
     "is in hot standby mode",
 )
+# What libpq, or psycopg for it, says of an option before it asks any server. It quotes the value.
+_REFUSED_BY_LIBPQ: Final = re.compile(
+    r"connection is bad: (?!connection to server|out of memory)"
+    r"|invalid integer value|bad value for connect_timeout|could not match"
+)
 # What a connection keeps alive by: a peer that is gone without a word is noticed in about 25 s.
 _LIBPQ_DEFAULTS: Final = {
     "keepalives_idle": 10,
@@ -80,6 +86,8 @@ def connect(dsn: str, settings: DatabaseSettings, *, application_name: str) -> p
         return psycopg.connect(**options, row_factory=dict_row, prepare_threshold=None)
     except psycopg.Error as error:
         raise _connect_error(error, parsed) from None
+    except UnicodeError:
+        raise ConfigurationError("CRMCTL_DATABASE_URL names a host that cannot be one") from None
 
 
 def parse_dsn(dsn: str) -> dict[str, Any]:
@@ -91,7 +99,7 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
     hint = "in a URL, percent-encode @ : / ? # and % in the password (@ is %40)"
     try:
         parsed = conninfo.conninfo_to_dict(dsn)
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeEncodeError):
         raise ConfigurationError("CRMCTL_DATABASE_URL is not a valid PostgreSQL DSN", hint=hint) from None
     ports = str(parsed.get("port") or "").split(",")
     suspicious = (
@@ -108,6 +116,14 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
 
 def _connect_error(error: psycopg.Error, parsed: Mapping[str, Any]) -> CrmctlError:
     reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if _REFUSED_BY_LIBPQ.search(reason):
+        why = reason.rpartition("failed: ")[2]
+        named = [name for name in parsed if re.search(rf"\b{name}\b", why)]
+        return ConfigurationError(
+            "CRMCTL_DATABASE_URL has a value that libpq refuses"
+            + (f": look at its {', '.join(named)}" if named else ""),
+            hint="PostgreSQL's documentation of libpq lists the options and their values",
+        )
     for name in ("password", "sslpassword"):
         if secret := parsed.get(name):
             reason = reason.replace(str(secret), "***")

@@ -1,5 +1,6 @@
 """The command tree. Modules under cli/ import nothing heavy at their top, so that --help is fast."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -23,7 +24,6 @@ from crmctl.cli import (
 
 app = typer.Typer(
     name="crmctl",
-    help="Batch operations of the CRM: one subcommand is one idempotent transaction.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -54,12 +54,17 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  its callback reads it
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Batch operations of the CRM: one subcommand is one idempotent transaction.
 
-    Exit codes: 0 done, 2 usage, 3 rows need a person (--strict), 10 not found, 69 unreachable, 74 output not
-    written, 75 try again later, 78 configuration, 130/143 interrupted.
+    Exit codes: 0 done, 1 a bug, 2 usage, 3 rows need a person (--strict), 10 not found, 11 forbidden, 12 invalid
+    state, 69 unreachable, 74 output not written, 75 try again later, 78 configuration, 130/143 interrupted.
     """
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise typer.BadParameter("an argument is not UTF-8") from None

@@ -1,6 +1,6 @@
 """`crmctl topics …`: create the topics that crmctl writes to, and hold them against their contracts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
@@ -38,7 +38,7 @@ def check(form: Output = output.Format.TABLE) -> None:
         ]
         command.report({"topics": rows}, _render_check)
         if any(row["faults"] for row in rows):
-            command.log.error("topics fall short of their contracts", hint="run: crmctl topics create")
+            command.log.error("topics fall short of their contracts", hint=_hint(rows))
             command.exit(Exit.CONFIGURATION)
 
 
@@ -59,6 +59,15 @@ def create(form: Output = output.Format.TABLE) -> None:
         contracts = ours(command.settings.chat_status.dlq_topic)
         created = topics.create(kafka.admin(command.settings.kafka, command.log), contracts)
         command.report({"created": created}, _render_create)
+
+
+def _hint(rows: Sequence[Mapping[str, Any]]) -> str:
+    steps = []
+    if any(row["partitions"] is None for row in rows):
+        steps.append("run: crmctl topics create")
+    if falling := [row["topic"] for row in rows if row["faults"] and row["partitions"] is not None]:
+        steps.append(f"change with Kafka's tools (kafka-topics.sh, kafka-configs.sh): {', '.join(falling)}")
+    return "; ".join(steps)
 
 
 def _render_check(document: Mapping[str, Any]) -> str:

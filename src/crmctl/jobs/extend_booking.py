@@ -13,7 +13,8 @@ One transaction, in this order:
 No Kafka event: the property object stays booked. A crash before the commit leaves nothing, not even the
 request id; a crash after it leaves everything, and a retry with the same id prints the first answer. Against
 the expiry exactly one outcome holds: it skips a row that we lock, and a row that it locked first is terminal
-when we read it again, which is BookingInvalidStateError (A2).
+when we read it again, which is BookingInvalidStateError (A2). So is a row that a constraint or a trigger of the
+CRM's does not let change: then nothing is written either.
 """
 
 from collections.abc import Mapping
@@ -21,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
+import psycopg
 from psycopg import errors
 
 from crmctl.adapters.identity import Actor
-from crmctl.adapters.postgres import Transaction
+from crmctl.adapters.postgres import Transaction, describe, is_data_error
 from crmctl.domain.bookings import BookingStatus
 from crmctl.domain.errors import BookingForbiddenError, BookingInvalidStateError, BookingNotFoundError
 from crmctl.jobs.job import Job, Run
@@ -80,9 +82,11 @@ def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Prog
 
     Raises BookingForbiddenError for a token that PostgreSQL's clock does not accept, BookingNotFoundError
     unless the booking is one of the actor's tenant, BookingInvalidStateError unless it is Booked with a finite
-    deadline, or when the request id was used for another booking.
+    deadline, when a constraint or a trigger of the CRM's refuses the extension, or when the request id was used
+    for another booking.
     """
     options.actor.check_time(tx.now)
+    tx.execute(STATEMENTS["prepare"])
     params: dict[str, object] = {
         "tenant_id": options.actor.tenant_id,
         "request_id": options.request_id,
@@ -101,9 +105,15 @@ def batch(tx: Transaction, run: Run, options: Options, before: Progress) -> Prog
     if not row["finite"]:
         raise _invalid(options.booking_id, row["status"], f"its deadline is {row['old_deadline'] or 'missing'}")
     try:
-        extended = tx.one(STATEMENTS["extend"], {**params, "old_deadline": row["old_deadline"]})
+        extended = tx.first(STATEMENTS["extend"], {**params, "old_deadline": row["old_deadline"]})
     except errors.DatetimeFieldOverflow:
         raise _invalid(options.booking_id, row["status"], "the new deadline would be out of range") from None
+    except psycopg.Error as error:
+        if not is_data_error(error):
+            raise
+        raise _refused(options.booking_id, row["status"], describe(error)) from None
+    if extended is None:
+        raise _refused(options.booking_id, row["status"], "the update was suppressed by a trigger")
     return Progress(options.request_id, extended["result"], extended=True)
 
 
@@ -118,13 +128,17 @@ def _repeat(tx: Transaction, options: Options, params: Mapping[str, object]) -> 
     return Progress(options.request_id, earlier["result"])
 
 
-def _invalid(booking_id: UUID, status: str, why: str) -> BookingInvalidStateError:
+def _invalid(
+    booking_id: UUID, status: str, why: str, hint: str = "an expired booking is not revived: create a new one"
+) -> BookingInvalidStateError:
     return BookingInvalidStateError(
-        f"booking {booking_id} cannot be extended: {why}",
-        hint="an expired booking is not revived: create a new one",
-        booking_id=str(booking_id),
-        status=status,
+        f"booking {booking_id} cannot be extended: {why}", hint=hint, booking_id=str(booking_id), status=status
     )
+
+
+def _refused(booking_id: UUID, status: str, why: str) -> BookingInvalidStateError:
+    """A constraint or a trigger of the CRM's does not let this row change."""
+    return _invalid(booking_id, status, why, "a rule of the CRM's own database refuses it: ask who keeps those rules")
 
 
 def job(actor: Actor) -> Job[Options, Progress]:

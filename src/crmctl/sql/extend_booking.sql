@@ -1,3 +1,7 @@
+-- name: prepare
+-- A deferred constraint fails in the statement that breaks it, where the refusal can be told; so does a dry run's.
+set constraints all immediate
+
 -- name: claim_request
 -- First write of an extension: its idempotency mark. Waits for a concurrent run with the same request id,
 -- and returns no row if that run (or an earlier one) committed. By primary key.
