@@ -27,9 +27,10 @@ _NOTES: Final = """\
   every batch goes through six indexes from end to end for its N rows, and prunes the pages where earlier batches left
   dead rows; a giant statement goes through them once, and prunes nothing. It was not isolated by experiment.
 - The relay's parts: the same records from memory through an idempotent producer that is flushed after as many; the same
-  statements without producing. Its own time is the whole job's, with connecting and a new producer's handshake; the bare
-  and the naive producer have had a record acknowledged before their time begins. The naive relay and the naive consumer take a share of the rows and are compared by their rates; both consumers' times
-  begin when their first transaction is done, so that neither counts the joining of its group.
+  statements without producing. Its own time is the whole job's, with connecting and a new producer's handshake; the
+  bare and the naive producer have had a record acknowledged before their time begins. The naive relay and the naive
+  consumer take a share of the rows and are compared by their rates; both consumers' times begin when their first
+  transaction is done, so that neither counts the joining of its group.
 - The ORM loop drains a tenth of the due bookings at N = 1000, each loaded with its deal, which the job checks too.
 """
 
