@@ -1,5 +1,6 @@
 """The states of the world that pages begin from; `<!-- state: NAME -->` names one of these functions."""
 
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +14,15 @@ import pytest
 from psycopg import sql
 
 from crmctl.dev import bitrix24_tables
-from crmctl.dev.bitrix24_portal import Bitrix24StandIn
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn, Reply, app_info
 from crmctl.dev.postgres import PostgresServer
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
 from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
-from tests.installations_support import insert_pair
+from tests.expire_support import insert_due
+from tests.installations_support import PairIds, insert_pair
+from tests.integration.test_metrics_serve import serving
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, delete_topics
 from tests.relay_support import insert_booked, insert_event, rsa_signer, tenant_of
 from tests.runbook_support import run
@@ -157,6 +160,53 @@ def nothing_to_do(world: World) -> None:
     create_topics(world)
 
 
+@state("figures are served", real_kafka=True)
+def figures_are_served(world: World) -> None:
+    """As above, with Bitrix24's tables. `crmctl metrics serve` listens on port 9464; METRIC is one that it exports."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    nothing_to_do(world)
+    bitrix24_tables.create(world.connection)
+    server = serving(world.database, world.env)
+    _, port = server.__enter__()
+    world.afterwards.append(lambda: server.__exit__(None, None, None))
+    world.names |= {"9464": str(port), "METRIC": "crm_outbox_pending"}
+
+
+@state("a broker that does not answer", real_kafka=True)
+def broker_away(world: World) -> None:
+    """The database is well, and nobody listens where Kafka should be."""
+    nothing_to_do(world)
+    world.env["CRMCTL_KAFKA__BOOTSTRAP_SERVERS"] = "127.0.0.1:1"
+
+
+@state("bookings that nobody expires", real_kafka=True)
+def forgotten_bookings(world: World) -> None:
+    """A reserve has been due for ten minutes."""
+    nothing_to_do(world)
+    insert_due(world.connection, overdue=timedelta(minutes=10))
+
+
+@state("a password that was changed")
+def changed_password(world: World) -> None:
+    """The DSN in the shell has the old one."""
+    world.env["CRMCTL_DATABASE_URL"] = psycopg.conninfo.make_conninfo(world.database.url, password="the old one")
+
+
+@state("rows that nobody pruned")
+def unpruned_rows(world: World) -> None:
+    """Three messages were published, and two marks written, 40 days ago."""
+    connection = world.connection
+    for number in range(3):
+        insert_event(connection, TOPICS[0].name, f"booking-{number}")
+    connection.execute("update crm.outbox_messages set published_at = now() - interval '40 days'")
+    connection.execute("""
+        insert into crm.processed_messages (key, processed_at)
+        select 'crm:deal-chat-status:' || gen_random_uuid(), now() - interval '40 days'
+        from generate_series(1, 2)
+    """)
+
+
 @state("overdue bookings")
 def overdue_bookings(world: World) -> None:
     """Two reserves and a booking that are due."""
@@ -184,7 +234,7 @@ def failed_job(world: World) -> None:
 def paused_job(world: World) -> None:
     """Somebody has paused relay-outbox."""
     _ = world.database
-    world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded'")
+    world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded' --by olga@ops-1")
 
 
 @state("no roles yet")
@@ -201,26 +251,31 @@ def stale_installation(world: World) -> None:
 
 @state("an unclear installation")
 def unclear_installation(world: World) -> None:
-    """As above, and the sweep has asked the portal of INSTALLATION_ID in vain."""
-    _install(world)
+    """The sweep has asked the portal of INSTALLATION_ID in vain; by now the portal answers."""
+    portal, pair = _install(world)
+    portal.portals[pair.domain] = Reply(503)
     world.crmctl("installations sweep --verify-portal")
+    portal.portals[pair.domain] = app_info(installed=True)
 
 
 @state("a contradictory installation")
 def contradictory_installation(world: World) -> None:
-    """INSTALLATION_ID has no account."""
+    """INSTALLATION_ID has no account, and the sweep has left it alone."""
     _install(world, without_account=True)
+    world.crmctl("installations sweep --verify-portal")
 
 
-def _install(world: World, *, without_account: bool = False) -> None:
+def _install(world: World, *, without_account: bool = False) -> tuple[Bitrix24StandIn, PairIds]:
     connection = world.connection
     bitrix24_tables.create(connection)
     pair = insert_pair(connection, without_account=without_account)
     world.names["INSTALLATION_ID"] = str(pair.installation_id)
+    world.aliases.append((pair.domain, "portal.example"))
     portal = Bitrix24StandIn()
     portal.__enter__()
     world.afterwards.append(lambda: portal.__exit__(None, None, None))
     world.env |= portal.settings
+    return portal, pair
 
 
 @state("poison bookings")
