@@ -145,16 +145,12 @@ def laptop(world: World) -> None:
 def new_servers(world: World) -> None:
     """An empty database, and a Kafka without our topics: not one that somebody else gave us."""
     new_database(world)
-    kafka = world.kafka
-    if kafka.kind == "external":
-        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
-    delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS)
-    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS))
+    without_topics(world)
 
 
 @state("nothing to do", real_kafka=True)
 def nothing_to_do(world: World) -> None:
-    """An empty schema, all topics, no consumer ever."""
+    """An empty schema without roles, all topics, no consumer ever."""
     _ = world.database
     world.chat()
     create_topics(world)
@@ -235,12 +231,6 @@ def paused_job(world: World) -> None:
     """Somebody has paused relay-outbox."""
     _ = world.database
     world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded' --by olga@ops-1")
-
-
-@state("no roles yet")
-def no_roles_yet(world: World) -> None:
-    """A database, and no role of crmctl's on the server."""
-    _ = world.database
 
 
 @state("a stale installation")
@@ -339,6 +329,17 @@ def refused_message(world: World) -> None:
     world.crmctl("outbox relay --drain")
 
 
+@state("a message whose topic is missing", real_kafka=True)
+def message_without_topic(world: World) -> None:
+    """Somebody has deleted the topic of one message; another one of its booking waits behind it."""
+    connection = world.connection
+    without_topics(world)
+    topic = TOPICS[0].name
+    insert_event(connection, topic, "booking-1", 1)
+    insert_event(connection, topic, "booking-1", 2)
+    world.crmctl("outbox relay --drain")
+
+
 @state("unread events", real_kafka=True)
 def unread_events(world: World) -> None:
     """Three events of messenger are unread, in partitions 0, 1 and 2, and no consumer runs."""
@@ -379,12 +380,24 @@ def crm_that_owns_its_tables(world: World) -> None:
 
 @state("an event without its deal", real_kafka=True)
 def event_without_deal(world: World) -> None:
-    """One event of a deal that the CRM does not have has been read; DEAL_ID is that deal."""
+    """One event of a deal that the CRM does not have has been read."""
+    _defer(world)
+
+
+@state("an event whose deal has come", real_kafka=True)
+def event_whose_deal_has_come(world: World) -> None:
+    """As above, but the deal is there by now, the event's next retry is due, and no consumer runs."""
+    chat, deal = _defer(world)
+    chat.deal(id=deal.id, tenant_id=deal.tenant_id)
+    world.connection.execute("update crm.deferred_messages set next_attempt_at = now()")
+
+
+def _defer(world: World) -> tuple[Chat, Deal]:
     chat = world.chat()
     deal = chat.missing_deal()
     _send(chat, deal, "Ready")
-    world.names["DEAL_ID"] = str(deal.id)
     world.crmctl("chat-status consume --until-caught-up")
+    return chat, deal
 
 
 @state("events that cannot be applied", real_kafka=True)
@@ -420,6 +433,15 @@ def new_database(world: World) -> str:
         connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
     world.env["CRMCTL_DATABASE_URL"] = server.url(name)
     return server.url(name)
+
+
+def without_topics(world: World) -> None:
+    """The topics of the contracts are not there, and are gone again when the scenario has ended."""
+    kafka = world.kafka
+    if kafka.kind == "external":
+        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
+    delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS)
+    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS))
 
 
 def create_topics(world: World) -> None:
