@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from crmctl.migrations import heads
 from tests.runbook_states import STATES, World
 from tests.runbook_support import (
     PAGES,
@@ -137,6 +138,14 @@ def test_what_a_page_shows_of_an_output_can_be_wrong(page: Path) -> None:
             shown = [line.strip() for line in command.expected]
             says = [line for line in shown if line not in ("", "…") and not HEADER.fullmatch(line)]
             assert says or not shown, f"{page.name}:{command.line} shows nothing that could differ"
+
+
+@every_page
+def test_the_revisions_that_a_page_expects_are_those_of_the_migrations(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for branch, head in heads().items():
+        expected = re.findall(rf"^\s*{branch} +\S+ +({branch}_\d+) ", text, re.MULTILINE)
+        assert set(expected) <= {head}, page.name
 
 
 @every_page
