@@ -1,5 +1,6 @@
 """The states of the world that pages begin from; `<!-- state: NAME -->` names one of these functions."""
 
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +14,15 @@ import pytest
 from psycopg import sql
 
 from crmctl.dev import bitrix24_tables
-from crmctl.dev.bitrix24_portal import Bitrix24StandIn
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn, Reply, app_info
 from crmctl.dev.postgres import PostgresServer
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
 from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
-from tests.installations_support import insert_pair
+from tests.expire_support import insert_due
+from tests.installations_support import PairIds, insert_pair
+from tests.integration.test_metrics_serve import serving
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, delete_topics
 from tests.relay_support import insert_booked, insert_event, rsa_signer, tenant_of
 from tests.runbook_support import run
@@ -142,19 +145,62 @@ def laptop(world: World) -> None:
 def new_servers(world: World) -> None:
     """An empty database, and a Kafka without our topics: not one that somebody else gave us."""
     new_database(world)
-    kafka = world.kafka
-    if kafka.kind == "external":
-        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
-    delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS)
-    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS))
+    without_topics(world)
 
 
 @state("nothing to do", real_kafka=True)
 def nothing_to_do(world: World) -> None:
-    """An empty schema, all topics, no consumer ever."""
+    """An empty schema without roles, all topics, no consumer ever."""
     _ = world.database
     world.chat()
     create_topics(world)
+
+
+@state("figures are served", real_kafka=True)
+def figures_are_served(world: World) -> None:
+    """As above, with Bitrix24's tables. `crmctl metrics serve` listens on port 9464; METRIC is one that it exports."""
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl here")
+    nothing_to_do(world)
+    bitrix24_tables.create(world.connection)
+    server = serving(world.database, world.env)
+    _, port = server.__enter__()
+    world.afterwards.append(lambda: server.__exit__(None, None, None))
+    world.names |= {"9464": str(port), "METRIC": "crm_outbox_pending"}
+
+
+@state("a broker that does not answer", real_kafka=True)
+def broker_away(world: World) -> None:
+    """The database is well, and nobody listens where Kafka should be."""
+    nothing_to_do(world)
+    world.env["CRMCTL_KAFKA__BOOTSTRAP_SERVERS"] = "127.0.0.1:1"
+
+
+@state("bookings that nobody expires", real_kafka=True)
+def forgotten_bookings(world: World) -> None:
+    """A reserve has been due for ten minutes."""
+    nothing_to_do(world)
+    insert_due(world.connection, overdue=timedelta(minutes=10))
+
+
+@state("a password that was changed")
+def changed_password(world: World) -> None:
+    """The DSN in the shell has the old one."""
+    world.env["CRMCTL_DATABASE_URL"] = psycopg.conninfo.make_conninfo(world.database.url, password="the old one")
+
+
+@state("rows that nobody pruned")
+def unpruned_rows(world: World) -> None:
+    """Three messages were published, and two marks written, 40 days ago."""
+    connection = world.connection
+    for number in range(3):
+        insert_event(connection, TOPICS[0].name, f"booking-{number}")
+    connection.execute("update crm.outbox_messages set published_at = now() - interval '40 days'")
+    connection.execute("""
+        insert into crm.processed_messages (key, processed_at)
+        select 'crm:deal-chat-status:' || gen_random_uuid(), now() - interval '40 days'
+        from generate_series(1, 2)
+    """)
 
 
 @state("overdue bookings")
@@ -184,13 +230,7 @@ def failed_job(world: World) -> None:
 def paused_job(world: World) -> None:
     """Somebody has paused relay-outbox."""
     _ = world.database
-    world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded'")
-
-
-@state("no roles yet")
-def no_roles_yet(world: World) -> None:
-    """A database, and no role of crmctl's on the server."""
-    _ = world.database
+    world.crmctl("jobs pause relay-outbox --reason 'Kafka is being upgraded' --by olga@ops-1")
 
 
 @state("a stale installation")
@@ -201,26 +241,31 @@ def stale_installation(world: World) -> None:
 
 @state("an unclear installation")
 def unclear_installation(world: World) -> None:
-    """As above, and the sweep has asked the portal of INSTALLATION_ID in vain."""
-    _install(world)
+    """The sweep has asked the portal of INSTALLATION_ID in vain; by now the portal answers."""
+    portal, pair = _install(world)
+    portal.portals[pair.domain] = Reply(503)
     world.crmctl("installations sweep --verify-portal")
+    portal.portals[pair.domain] = app_info(installed=True)
 
 
 @state("a contradictory installation")
 def contradictory_installation(world: World) -> None:
-    """INSTALLATION_ID has no account."""
+    """INSTALLATION_ID has no account, and the sweep has left it alone."""
     _install(world, without_account=True)
+    world.crmctl("installations sweep --verify-portal")
 
 
-def _install(world: World, *, without_account: bool = False) -> None:
+def _install(world: World, *, without_account: bool = False) -> tuple[Bitrix24StandIn, PairIds]:
     connection = world.connection
     bitrix24_tables.create(connection)
     pair = insert_pair(connection, without_account=without_account)
     world.names["INSTALLATION_ID"] = str(pair.installation_id)
+    world.aliases.append((pair.domain, "portal.example"))
     portal = Bitrix24StandIn()
     portal.__enter__()
     world.afterwards.append(lambda: portal.__exit__(None, None, None))
     world.env |= portal.settings
+    return portal, pair
 
 
 @state("poison bookings")
@@ -284,6 +329,17 @@ def refused_message(world: World) -> None:
     world.crmctl("outbox relay --drain")
 
 
+@state("a message whose topic is missing", real_kafka=True)
+def message_without_topic(world: World) -> None:
+    """Somebody has deleted the topic of one message; another one of its booking waits behind it."""
+    connection = world.connection
+    without_topics(world)
+    topic = TOPICS[0].name
+    insert_event(connection, topic, "booking-1", 1)
+    insert_event(connection, topic, "booking-1", 2)
+    world.crmctl("outbox relay --drain")
+
+
 @state("unread events", real_kafka=True)
 def unread_events(world: World) -> None:
     """Three events of messenger are unread, in partitions 0, 1 and 2, and no consumer runs."""
@@ -324,12 +380,24 @@ def crm_that_owns_its_tables(world: World) -> None:
 
 @state("an event without its deal", real_kafka=True)
 def event_without_deal(world: World) -> None:
-    """One event of a deal that the CRM does not have has been read; DEAL_ID is that deal."""
+    """One event of a deal that the CRM does not have has been read."""
+    _defer(world)
+
+
+@state("an event whose deal has come", real_kafka=True)
+def event_whose_deal_has_come(world: World) -> None:
+    """As above, but the deal is there by now, the event's next retry is due, and no consumer runs."""
+    chat, deal = _defer(world)
+    chat.deal(id=deal.id, tenant_id=deal.tenant_id)
+    world.connection.execute("update crm.deferred_messages set next_attempt_at = now()")
+
+
+def _defer(world: World) -> tuple[Chat, Deal]:
     chat = world.chat()
     deal = chat.missing_deal()
     _send(chat, deal, "Ready")
-    world.names["DEAL_ID"] = str(deal.id)
     world.crmctl("chat-status consume --until-caught-up")
+    return chat, deal
 
 
 @state("events that cannot be applied", real_kafka=True)
@@ -365,6 +433,15 @@ def new_database(world: World) -> str:
         connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
     world.env["CRMCTL_DATABASE_URL"] = server.url(name)
     return server.url(name)
+
+
+def without_topics(world: World) -> None:
+    """The topics of the contracts are not there, and are gone again when the scenario has ended."""
+    kafka = world.kafka
+    if kafka.kind == "external":
+        pytest.skip("it would remove topics from a Kafka that is not the tests' own")
+    delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS)
+    world.afterwards.append(lambda: delete_topics(kafka.bootstrap_servers, CONTRACT_TOPICS))
 
 
 def create_topics(world: World) -> None:

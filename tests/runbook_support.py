@@ -7,8 +7,10 @@ The convention, which docs/architecture.md explains to whoever writes a page:
 - `<!-- state: NAME -->` above a block puts the world into that state (tests/runbook_states.py) before it. The blocks
   up to the next such comment go on in the same world.
 - Capitals in a command stand for what the operator fills in; the state says what that is.
-- `…` on a line of its own stands for any lines. Ids, moments and durations are compared as such, whatever they are.
-- Blocks without a crmctl command (kubectl, psql) are not run. SQL blocks are, for their syntax and names.
+- `…` on a line of its own stands for any lines, but never for all that an output has to say. Ids, moments, durations
+  and ages are compared as such, whatever they are.
+- SQL blocks are run as well, and committed. Of other programs only curl is, against this machine: what `export` and
+  kubectl do beforehand is the state's business. A block with neither is not run.
 """
 
 import os
@@ -29,6 +31,8 @@ _COMMENT: Final = re.compile(r"^\s*<!-- state: (.+?) -->\s*$")
 _CRMCTL: Final = re.compile(
     r"(?:^|&&|\|\||[|;(]|\bsudo|\s[A-Z_]+=\S+|^[A-Z_]+=\S+)\s*(?:\.venv/bin/)?crmctl\s+([a-z-]+)"
 )
+_CURL: Final = re.compile(r"^curl .*\bhttp://127\.0\.0\.1[:/]")
+_BEFOREHAND: Final = ("export ", "kubectl ")
 _TIMEOUT: Final = 180.0
 
 
@@ -43,26 +47,32 @@ class Command:
     is_sql: bool = False
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it runs crmctl."""
-        return _CRMCTL.search(self.text) is not None
+    def is_run(self) -> bool:
+        """Whether it runs crmctl, or asks one that listens on this machine."""
+        return _CRMCTL.search(self.text) is not None or _CURL.match(self.text) is not None
+
+    @property
+    def printed(self) -> tuple[str, tuple[str, ...], int]:
+        """The command and what comes of it, as it is compared."""
+        return self.text, tuple(normalise("\n".join(self.expected))), self.exit_code
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block; `state` is that of the comment directly above it."""
+    """A fenced block; `state` is that of the comment directly above it, `section` the heading that it stands under."""
 
     line: int
     language: str
     text: str
     state: str | None = None
+    section: str = ""
 
     @property
     def steps(self) -> list[Command]:
-        """What there is to run; an `export` is what the state has done."""
+        """What there is to run."""
         if self.language == "sql":
             return [Command(self.line, self.text, (), is_sql=True)]
-        return [command for command in self.commands if not command.text.startswith("export ")]
+        return [command for command in self.commands if not command.text.startswith(_BEFOREHAND)]
 
     @property
     def commands(self) -> list[Command]:
@@ -109,6 +119,7 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, without the indentation that a list gives them."""
     found: list[Block] = []
     state: str | None = None
+    section = ""
     opened: tuple[int, str, str] | None = None
     body: list[str] = []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
@@ -120,10 +131,11 @@ def blocks(page: Path) -> list[Block]:
                 state = comment[1]
             elif line.strip():
                 state = None
+                section = line[3:] if line.startswith("## ") else section
         elif fence:
             start, indent, language = opened
             text = "\n".join(each.removeprefix(indent) for each in body)
-            found.append(Block(start, language, text, state))
+            found.append(Block(start, language, text, state, section))
             opened, state = None, None
         else:
             body.append(line)
@@ -132,8 +144,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def is_run(block: Block) -> bool:
-    """Whether the tests run it: a console with a crmctl command in it, or SQL."""
-    return block.language == "sql" or any(command.is_ours for command in block.commands)
+    """Whether the tests run it: a console with a command of ours in it, or SQL."""
+    return block.language == "sql" or any(command.is_run for command in block.commands)
 
 
 def scenarios(page: Path) -> list[Scenario]:
@@ -175,8 +187,10 @@ _NORMAL: Final[tuple[tuple[re.Pattern[str], str], ...]] = (
     (re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "ID"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d(?::?\d\d)?)?"), "TIME"),
     (re.compile(r"(Duration, ms|\"duration_ms\":|pid)\s+\d+"), r"\1 N"),
-    (re.compile(r"\b(core|bookkeeping)_\d{4}\b"), r"\1_NUMBER"),
     (re.compile(r"\b127\.0\.0\.1:\d+"), "127.0.0.1:PORT"),
+    # An installation's age: in its row, between what it is and whether it is stale; in the journal.
+    (re.compile(r"(?<=\s)(new|active|blocked|deleted|-)(\s+)\d+(\s+)(yes|no)\b"), r"\1\2AGE\3\4"),
+    (re.compile(r"\bage=\d+s\b"), "age=AGE"),
     # An age in seconds; what is not late at all stays 0.0.
     (re.compile(r"\b(?!0\.0\b)\d+\.\d+\b"), "SECONDS"),
     (re.compile(r"[ \t]+"), " "),

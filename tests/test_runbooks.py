@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from crmctl.migrations import heads
 from tests.runbook_states import STATES, World
 from tests.runbook_support import (
     PAGES,
@@ -26,7 +27,13 @@ from tests.runbook_support import (
 )
 
 HEADINGS = ["Meaning", "Impact", "Diagnosis", "Mitigation", "Verify", "Escalate"]
+# A table's header, or the title of a part of an output.
+HEADER = re.compile(r"[A-Z_]+(?:\s+[A-Z_]+)+|[A-Z][A-Za-z ]*:")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+every_runbook = pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "runbooks"], ids=lambda page: page.name
+)
 
 
 def all_scenarios() -> list[Any]:
@@ -84,13 +91,12 @@ def carry_out(world: World, step: Command) -> Outcome:
 
 
 def query(world: World, text: str) -> Outcome:
-    """Run SQL in a transaction that is rolled back; it must be understood."""
-    with psycopg.connect(world.database.url) as connection:
-        try:
+    """Run SQL in a transaction, and commit it; it must be understood."""
+    try:
+        with psycopg.connect(world.database.url) as connection:
             connection.execute(text.encode())
-        except psycopg.Error as error:
-            return Outcome(1, [], str(error))
-        connection.rollback()
+    except psycopg.Error as error:
+        return Outcome(1, [], str(error))
     return Outcome(0, [], "")
 
 
@@ -125,7 +131,46 @@ def test_every_command_of_a_console_shows_its_output_or_changes_the_shell_only(p
                 assert shown, f"{page.name}:{command.line} shows no output"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "runbooks"], ids=lambda page: page.name)
+@every_page
+def test_what_a_page_shows_of_an_output_can_be_wrong(page: Path) -> None:
+    for block in blocks(page):
+        for command in block.commands:
+            shown = [line.strip() for line in command.expected]
+            says = [line for line in shown if line not in ("", "…") and not HEADER.fullmatch(line)]
+            assert says or not shown, f"{page.name}:{command.line} shows nothing that could differ"
+
+
+@every_page
+def test_the_revisions_that_a_page_expects_are_those_of_the_migrations(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for branch, head in heads().items():
+        expected = re.findall(rf"^\s*{branch} +\S+ +({branch}_\d+) ", text, re.MULTILINE)
+        assert set(expected) <= {head}, page.name
+
+
+@every_page
+def test_a_line_for_the_shell_can_be_pasted(page: Path) -> None:
+    for block in blocks(page):
+        lines = [command.text for command in block.commands] or block.text.splitlines()
+        for line in lines if block.language in ("console", "sh") else ():
+            assert "{{" not in line, f"{page.name}:{block.line} has braces that a template left: {line}"
+            if "port-forward" in line:
+                assert line.endswith("&"), f"{page.name}:{block.line} goes on before the port is open: {line}"
+            if "curl" in line and "127.0.0.1" in line:
+                assert "--retry-connrefused" in line, f"{page.name}:{block.line} does not wait for the port: {line}"
+
+
+@every_runbook
+def test_what_verifies_a_runbook_did_not_hold_before(page: Path) -> None:
+    """A Verify that prints what the Diagnosis printed passes before anything is mended."""
+    diagnosis, verify = (
+        {command.printed for block in blocks(page) if block.section == section for command in block.commands}
+        for section in ("Diagnosis", "Verify")
+    )
+    assert not {text for text, *_ in diagnosis & verify}, page.name
+
+
+@every_runbook
 def test_a_runbook_has_its_six_sections_and_a_command_to_verify_with(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == HEADINGS
@@ -161,7 +206,10 @@ def test_the_comparison_forgives_what_differs_from_run_to_run_and_nothing_else()
     assert same("at  2026-11-29T10:00:00+00:00", "at  2025-01-01T23:59:59.999999+00:00")
     assert same("first\n…\nlast", "first\nanything\nat all\nlast")
     assert same("lag  12.3", "lag  3600.001")
+    assert same("id  new  -  7200  yes", "id  new  -  7203  yes")
+    assert not same("id  new  -  7200  yes", "id  blocked  -  7200  yes")
     assert not same("lag  0.0", "lag  3600.001")
+    assert not same("bookkeeping_0003  current", "bookkeeping_0006  current")
     assert not same("Expired  3", "Expired  4")
     assert not same("first\nlast", "first\nanything\nlast")
 

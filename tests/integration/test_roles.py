@@ -4,6 +4,7 @@ import subprocess
 import sys
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -11,11 +12,13 @@ import pytest
 from psycopg.errors import InsufficientPrivilege
 
 from crmctl.dev import bitrix24_tables
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn, app_info
+from crmctl.dev.bitrix24_tables import Naming
 from crmctl.domain.grants import GRANTS, Kind, tables
 from tests.chat_status_support import Chat
 from tests.dlq_support import letter, place, send_letters
 from tests.expire_support import column, expire, insert_due, rows, scalar
-from tests.installations_support import insert_pair, statuses, sweep
+from tests.installations_support import insert_pair, journal, let_renew, statuses, sweep, verify
 from tests.kafka_fixtures import Kafka, MakeTopic
 from tests.prefork import run_crmctl
 from tests.relay_support import count, extend, insert_booked, insert_events, relay, rsa_signer, tenant_of
@@ -101,6 +104,23 @@ class TestTheRoles:
         assert mended.exit_code == 0, mended.stderr
         assert acl(database, roles) == before
 
+    @pytest.mark.parametrize("naming", ["default", "underscore"])
+    def test_columns_that_are_not_there_are_left_out(self, database: Database, naming: Naming) -> None:
+        """The token's columns have two spellings, of which a database has one."""
+        connection = database.connect()
+        bitrix24_tables.create(connection, naming)
+        roles = Roles.make(database)
+        before = acl(database, roles)
+        wider = f"grant update on b24lib_bitrix24_accounts to {roles.name(Kind.INSTALLATIONS)}"
+        connection.execute(wider.encode())
+        mended = run_crmctl("db", "roles", "--prefix", roles.prefix, database=database)
+        assert mended.exit_code == 0, mended.stderr
+        assert acl(database, roles) == before
+        prefix = "authtoken_" if naming == "default" else "auth_token_"
+        granted = {row["attname"] for row in before if row["relname"] == "b24lib_bitrix24_accounts" and row["attname"]}
+        tokens = {f"{prefix}{name}" for name in ("access_token", "refresh_token", "expires", "expires_in")}
+        assert granted == {"status", "comment", "updated_at_utc"} | tokens
+
     def test_cannot_be_made_without_the_right_to(self, database: Database, roles: Roles) -> None:
         result = run_crmctl("db", "roles", "--prefix", "other_", "-o", "json", database=roles.login(Kind.MAINTENANCE))
         assert result.exit_code == 78
@@ -115,6 +135,17 @@ class TestTheTableOfGrants:
         # What may be missing: bitrix24-php-lib's tables, which can live in another database.
         elsewhere = {table for table in tables() if not table.startswith("crm.")}
         assert set(tables()) - elsewhere <= ours
+
+    def test_says_of_the_sweep_what_its_page_says(self, database: Database) -> None:
+        connection = database.connect()
+        bitrix24_tables.create(connection)
+        roles = Roles.make(database)
+        ours, by_hand = roles.name(Kind.INSTALLATIONS), f"{roles.prefix}by_hand"
+        page = (Path(__file__).parents[2] / "docs" / "stale-installations.md").read_text(encoding="utf-8")
+        grants = page.split("```sql\n")[1].split("```")[0]
+        connection.execute(f"create role {by_hand} nologin; {grants.replace('ROLE', by_hand)}".encode())
+        granted = [(row.pop("rolname"), tuple(row.values())) for row in acl(database, roles)]
+        assert [what for role, what in granted if role == by_hand] == [what for role, what in granted if role == ours]
 
     @KINDS
     def test_gives_no_role_more_than_it_says(self, database: Database, roles: Roles, kind: Kind) -> None:
@@ -170,6 +201,32 @@ class TestNobody:
             with pytest.raises(InsufficientPrivilege):
                 connection.execute(statement.encode())
             connection.execute("update crm.deals set chat_status = 'Ready', updated_at = now()")
+
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "update b24lib_application_installations set status = 'active', application_token = 'made up'",
+            "update b24lib_bitrix24_accounts set status = 'active', application_token = 'made up'",
+            "update b24lib_application_installations set bitrix_24_account_id = gen_random_uuid()",
+            "update b24lib_bitrix24_accounts set member_id = 'another'",
+            "update b24lib_bitrix24_accounts set domain_url = 'another.test'",
+            "update b24lib_bitrix24_accounts set is_master_account = false",
+            "delete from b24lib_application_installations",
+            "insert into b24lib_bitrix24_accounts (id) values (gen_random_uuid())",
+            "select from b24lib_journal",
+            "update b24lib_journal set message = 'another'",
+            "delete from b24lib_journal",
+        ],
+    )
+    def test_in_the_installations_role_finishes_an_install_or_rewrites_one(
+        self, database: Database, statement: str
+    ) -> None:
+        connection = database.connect()
+        bitrix24_tables.create(connection)
+        insert_pair(connection)
+        url = Roles.make(database).login(Kind.INSTALLATIONS)
+        with psycopg.connect(url) as sweeping, pytest.raises(InsufficientPrivilege):
+            sweeping.execute(statement.encode())
 
     @pytest.mark.parametrize("table", ["bookings", "deals", "outbox_messages", "job_runs", "job_pauses"])
     def test_in_the_read_only_role_writes(self, roles: Roles, table: str) -> None:
@@ -247,6 +304,22 @@ class TestUnderItsOwnRole:
         for command in (("list",), ("show", str(pair.installation_id))):
             result = run_crmctl("installations", *command, "-o", "json", database=roles.login(Kind.READONLY))
             assert result.exit_code == 0, result.stderr
+
+    @pytest.mark.parametrize("naming", ["default", "underscore"])
+    def test_the_sweep_asks_portals_and_renews_a_token(self, database: Database, naming: Naming) -> None:
+        connection = database.connect()
+        bitrix24_tables.create(connection, naming)
+        roles = Roles.make(database)
+        pair = insert_pair(connection, token_age=timedelta(hours=1), naming=naming)
+        with Bitrix24StandIn() as portal:
+            renewed = let_renew(portal, pair)
+            portal.portals[pair.domain] = app_info(installed=True)
+            swept = verify(roles.login(Kind.INSTALLATIONS), portal)
+        assert swept.exit_code == 0, swept.stderr
+        assert swept.json["blocked_count"] == 1
+        assert statuses(connection, pair) == ("blocked", "blocked")
+        assert renewed.refresh_token != pair.refresh_token
+        assert len(journal(connection, pair)) == 1
 
     def test_prune_and_pauses_belong_to_maintenance(self, database: Database, roles: Roles) -> None:
         connection = database.connect()

@@ -145,6 +145,7 @@ def replay(
     """
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
+    from crmctl.cli.whoami import operator
 
     filters = _filters(code, deal, tenant, key, since, until, at)
     with Command(form) as command, _reader(command) as reader:
@@ -164,7 +165,7 @@ def replay(
         with _bar(reader) as advance:
             run_job(
                 command,
-                job.job(reader, _operator(), advance),
+                job.job(reader, operator(), advance),
                 options,
                 View(form, _render_replay, strict=strict),
                 Plan(drain=True, time_budget=time_budget, dry_run=dry_run),
@@ -197,6 +198,7 @@ def discard(
     """
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
+    from crmctl.cli.whoami import operator
 
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
@@ -212,7 +214,7 @@ def discard(
         with _bar(reader) as advance:
             run_job(
                 command,
-                job.job(reader, _operator(), reason.strip(), advance),
+                job.job(reader, operator(), reason.strip(), advance),
                 Options(command.settings.chat_status.dlq_group, filters),
                 View(form, _render_discard),
                 Plan(drain=True, dry_run=dry_run),
@@ -293,19 +295,6 @@ def _count(command: "Command", reader: "TopicReader", filters: "Filters") -> int
     database.rollback()
     database.close()
     return int(found["open_count"])
-
-
-def _operator() -> str:
-    """Who runs this: the user of the operating system, and the host."""
-    import getpass
-    import os
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a numeric user of a container
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 _LIST_COLUMNS = ("letter", "state", "code", "failed_at", "replays", "deal_id", "status", "reason")

@@ -35,6 +35,7 @@ def pause(
       crmctl jobs pause --all --reason "restore of the database"
     """
     from crmctl.cli.command import Command
+    from crmctl.cli.whoami import operator
 
     if not reason.strip():
         raise typer.BadParameter("--reason says why, in words")
@@ -45,7 +46,7 @@ def pause(
         command.kind = Kind.MAINTENANCE
         names = _names(job, everything)
         database = command.database("crmctl jobs pause")
-        document = job_pauses.pause(database.begin(), names, reason=reason.strip(), by=by or _user())
+        document = job_pauses.pause(database.begin(), names, reason=reason.strip(), by=by or operator())
         database.commit()
         command.report(document, _render_pause)
 
@@ -95,18 +96,6 @@ def _names(jobs: list[str] | None, everything: bool) -> list[str]:
     if everything == bool(jobs):
         raise UsageError("name the jobs, or write --all", hint=f"the jobs are {', '.join(NAMES)}")
     return list(NAMES) if everything else [known(name) for name in dict.fromkeys(jobs or ())]
-
-
-def _user() -> str:
-    import getpass
-    import os
-    import socket
-
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's numeric user has no name
-        name = str(os.getuid())
-    return f"{name}@{socket.gethostname()}"
 
 
 def _render_pause(document: Mapping[str, Any]) -> str:

@@ -1,11 +1,12 @@
 """Who may do what in the database: one table of grants, from which `crmctl db roles` makes the roles.
 
-The least that each kind of work needs, and nothing else: no role may UPDATE or DELETE the timeline, and the chat role
-may UPDATE two columns of deals. A table that is not there (of a newer schema, or of bitrix24-php-lib in a database of
-its own) is left out.
+The least that each kind of work needs, and nothing else: no role may UPDATE or DELETE the timeline, the chat role may
+UPDATE two columns of deals, and the installations role may not write what finishes an install, the application token. A
+table or a column that is not there (of a newer schema, of bitrix24-php-lib in a database of its own or under another
+naming strategy) is left out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -72,6 +73,12 @@ _CHAT: Final = (
     *_on("processed_messages", "select", "insert"),
     *_on("deferred_messages", "select", "insert", "update", "delete"),
 )
+# What a renewal stores, as either of Doctrine's naming strategies spells it: a database has one of them.
+_TOKEN: Final = tuple(
+    prefix + column
+    for prefix in ("authtoken_", "auth_token_")
+    for column in ("access_token", "refresh_token", "expires", "expires_in")
+)
 
 GRANTS: Final[Mapping[Kind, tuple[Grant, ...]]] = {
     Kind.BOOKINGS: (
@@ -96,9 +103,9 @@ GRANTS: Final[Mapping[Kind, tuple[Grant, ...]]] = {
         *_EVERY_JOB,
         *_on("installation_checks", "select", "insert", "update"),
         *_on("outbox_messages", "insert"),
-        *_on("public.b24lib_application_installations", "select", "update"),
-        *_on("public.b24lib_bitrix24_accounts", "select", "update"),
-        *_on("public.b24lib_journal", "select", "insert"),
+        *_on("public.b24lib_application_installations", "select", update=("status", "comment", "update_at_utc")),
+        *_on("public.b24lib_bitrix24_accounts", "select", update=("status", "comment", "updated_at_utc", *_TOKEN)),
+        *_on("public.b24lib_journal", "insert"),
     ),
     Kind.DEAD_LETTERS: (*_CHAT, *_on("dlq_resolutions", "select", "insert", "update")),
     Kind.MAINTENANCE: (
@@ -141,10 +148,14 @@ def tables() -> tuple[str, ...]:
     return tuple(sorted({grant.table for grants in GRANTS.values() for grant in grants}))
 
 
-def atoms(kind: Kind, there: Iterable[str]) -> frozenset[Atom]:
-    """What a role of this kind is granted, on the tables that are there."""
-    present = set(there)
-    return frozenset(atom for grant in GRANTS[kind] if grant.table in present for atom in grant.atoms)
+def atoms(kind: Kind, there: Mapping[str, Collection[str]]) -> frozenset[Atom]:
+    """What a role of this kind is granted, on the tables that are there and on such columns as they have."""
+    return frozenset(
+        atom
+        for grant in GRANTS[kind]
+        for atom in grant.atoms
+        if atom.table in there and (not atom.column or atom.column in there[atom.table])
+    )
 
 
 def grouped(atoms: Iterable[Atom]) -> list[Grant]:

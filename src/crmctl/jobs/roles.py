@@ -24,13 +24,22 @@ _USAGE: Final = Atom("", "USAGE")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one role differs from the table of grants; `exists` is whether there is such a role at all."""
+    """What one role should have in this database, and what it has; `exists` is whether there is such a role at all."""
 
     role: str
-    kind: Kind
     exists: bool
-    missing: frozenset[Atom]
-    excess: frozenset[Atom]
+    wanted: frozenset[Atom]
+    granted: frozenset[Atom]
+
+    @property
+    def missing(self) -> frozenset[Atom]:
+        """What is to be granted."""
+        return self.wanted - self.granted
+
+    @property
+    def excess(self) -> frozenset[Atom]:
+        """What is to be taken back."""
+        return self.granted - self.wanted
 
     def describe(self, which: Iterable[Atom]) -> list[str]:
         """Grants in words, such as `UPDATE (status) on crm.bookings`."""
@@ -41,17 +50,15 @@ def compare(tx: Transaction, prefix: str) -> list[Difference]:
     """Say how each role differs from the table of grants."""
     roles = {f"{prefix}{kind}": kind for kind in Kind}
     scope: Mapping[str, object] = {"roles": list(roles), "tables": list(tables()), "schema": SCHEMA}
-    there = {row["table_name"] for row in tx.all(STATEMENTS["tables"], scope)}
+    there = {row["table_name"]: row["columns"] for row in tx.all(STATEMENTS["tables"], scope)}
     existing = {row["role"] for row in tx.all(STATEMENTS["roles"], scope)}
     granted: dict[str, set[Atom]] = {role: set() for role in roles}
     for row in tx.all(STATEMENTS["granted"], scope):
         granted[row["role"]].add(Atom(row["table_name"], row["privilege"], row["column_name"]))
-    differences = []
-    for role, kind in roles.items():
-        wanted = atoms(kind, there) | {_USAGE}
-        has = frozenset(granted[role])
-        differences.append(Difference(role, kind, role in existing, wanted - has, has - wanted))
-    return differences
+    return [
+        Difference(role, role in existing, atoms(kind, there) | {_USAGE}, frozenset(granted[role]))
+        for role, kind in roles.items()
+    ]
 
 
 def plan(tx: Transaction, prefix: str) -> list[str]:
@@ -65,8 +72,7 @@ def plan(tx: Transaction, prefix: str) -> list[str]:
         statements += [_statement("revoke {} on {} from {}", grant, role) for grant in grouped(difference.excess)]
         # Revoking a privilege on a table takes those on its columns along.
         revoked = {(atom.table, atom.privilege) for atom in difference.excess if not atom.column}
-        wanted = {atom for grant in GRANTS[difference.kind] for atom in grant.atoms}
-        again = {atom for atom in wanted if atom.column and (atom.table, atom.privilege) in revoked}
+        again = {atom for atom in difference.wanted if atom.column and (atom.table, atom.privilege) in revoked}
         granting = grouped(difference.missing | again)
         statements += [_statement("grant {} on {} to {}", grant, role) for grant in granting]
     return [statement.as_string(tx.connection) for statement in statements]

@@ -12,8 +12,15 @@ where r.rolname = any(%(roles)s::text[])
 order by r.rolname
 
 -- name: tables
--- Which of the tables exist, and every table of our schema.
-select n.nspname || '.' || c.relname as table_name
+-- Which of the tables exist, and every table of our schema, each with its columns.
+select n.nspname || '.' || c.relname as table_name,
+       array(
+           select a.attname::text
+           from pg_attribute a
+           where a.attrelid = c.oid
+               and a.attnum > 0
+               and not a.attisdropped
+       ) as columns
 from pg_class c
 join pg_namespace n on n.oid = c.relnamespace
 where c.relkind in ('r', 'p', 'v')
