@@ -40,7 +40,10 @@ class Found:
 
 
 class Claims:
-    """Claims installations and asks their portals, on connections of its own. `lease`: how long a claim lasts."""
+    """Claims one run's installations and asks their portals, on connections of its own.
+
+    `lease`: how long a claim lasts.
+    """
 
     def __init__(
         self, settings: Bitrix24Settings, portals: Portals, connect: Callable[[], Database], lease: timedelta
@@ -51,6 +54,7 @@ class Claims:
         self._store_database = connect()
         self._lease = lease
         self._claimed: tuple[str, UUID] | None = None
+        self._inquiry: Inquiry | None = None
 
     def close(self) -> None:
         """Close both connections."""
@@ -95,9 +99,10 @@ class Claims:
             row["installation_id"]: None for row in rows if row["installation_id"] not in healthy
         }
         questions = [Question(**row) for row in rows if row["installation_id"] in healthy]
-        store = _Store(self._store_database, statements["store_token"], self._settings.php_timezone)
-        inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run, now=now)
-        findings |= inquiry.ask(questions, run)
+        if self._inquiry is None:
+            store = _Store(self._store_database, statements["store_token"], self._settings.php_timezone)
+            self._inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run)
+        findings |= self._inquiry.ask(questions, run, now)
         return Found(frozenset(row["installation_id"] for row in rows), findings)
 
     def give_back(self) -> None:

@@ -34,7 +34,8 @@ select pg_advisory_xact_lock(%(lock)s)
 -- name: claim
 -- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
 -- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
--- twice as fast.
+-- twice as fast; `asked_lately` says that another one did so within the last second. A token is at risk where a run
+-- died that had claimed it, unless it was known to be invalid before that.
 with busy as materialized (
     select lower(btrim(a.domain_url)) as domain
     from crm.installation_checks c
@@ -42,6 +43,14 @@ with busy as materialized (
     join {accounts} a on a.id = i.bitrix_24_account_id
     where c.claimed_by is not null
         and c.claimed_until > now()
+),
+recent as materialized (
+    select lower(btrim(a.domain_url)) as domain
+    from crm.installation_checks c
+    join {installations} i on i.id = c.installation_id
+    join {accounts} a on a.id = i.bitrix_24_account_id
+    where c.last_checked_at > now() - interval '1 second'
+        and c.run_id <> %(run_id)s
 ),
 candidate as materialized (
     select i.id, c.claimed_until is not null as died_before
@@ -65,8 +74,9 @@ claimed as (
     returning c.installation_id, c.reason
 )
 select i.id as installation_id,
-       k.died_before,
-       d.reason is not distinct from 'TOKEN_LOST' as token_lost_before,
+       d.reason is not distinct from 'TOKEN_LOST'
+           or (k.died_before and d.reason is distinct from 'TOKEN_INVALID') as token_at_risk,
+       lower(btrim(coalesce(a.domain_url, ''))) in (select r.domain from recent r) as asked_lately,
        a.id as account_id,
        a.member_id,
        a.domain_url,
@@ -82,8 +92,8 @@ order by i.created_at_utc, i.id
 -- name: look
 -- What a dry run asks by: the same queue and columns, and nothing written.
 select i.id as installation_id,
-       false as died_before,
-       c.reason is not distinct from 'TOKEN_LOST' as token_lost_before,
+       false as token_at_risk,
+       false as asked_lately,
        a.id as account_id,
        a.member_id,
        a.domain_url,
