@@ -33,6 +33,8 @@ _GRACE: Final = 60.0
 _GLANCE: Final = 0.05
 # From so many renewals on a run whose credentials are refused does not wait for the end of the batch.
 _ENOUGH_TO_STOP: Final = 20
+# No answer, and yet the OAuth server may have had the request.
+_PERHAPS_SENT: Final = frozenset(Failure) - {Failure.UNREACHABLE, Failure.ADDRESS_REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,11 @@ class TokenStore(Protocol):
         """Raise what would keep a token from being stored now: asked before a renewal, which uses a token up."""
         ...
 
-    def store(self, question: Question, tokens: Tokens) -> bool:
-        """Replace the question's tokens in a transaction of its own; False where they are not the stored ones."""
+    def store(self, question: Question, tokens: Tokens) -> Reason | None:
+        """Replace the question's tokens in a transaction of its own.
+
+        Returns why not: TOKEN_CHANGED where they are not the stored ones, TOKEN_LOST where the data is refused.
+        """
         ...
 
 
@@ -97,7 +102,14 @@ class Inquiry:
         self._working = 0
         self._failure: BaseException | None = None
         self._renewals: Counter[bool] = Counter()
+        self._unsettled: set[UUID] = set()
         self._findings: dict[UUID, Finding] = {}
+
+    @property
+    def unsettled(self) -> frozenset[UUID]:
+        """Installations whose refresh token may be used up while no new one is stored: their claims must stay."""
+        with self._condition:
+            return frozenset(self._unsettled)
 
     def ask(self, questions: Iterable[Question], run: Run, now: datetime) -> dict[UUID, Finding]:
         """Ask a batch until everything is answered, the time budget is spent or a signal asks to stop.
@@ -223,23 +235,29 @@ class Inquiry:
         if not self._renews:
             return unclear(Reason.NOT_REFRESHED)
         self._store.check()
-        if self._halted:
-            raise _Halted
+        with self._condition:
+            if self._halted:
+                raise _Halted
+            self._unsettled.add(question.installation_id)
         answer = self._portals.renew(question.refresh_token)
         renewed = read_renewal(answer, question.member_id)
-        if isinstance(renewed, Tokens):
-            stored = self._store.store(question, renewed)
-        if answer.failure is None:
-            refused = isinstance(renewed, Finding) and renewed.reason is Reason.CLIENT_REFUSED
+        not_stored = self._store.store(question, renewed) if isinstance(renewed, Tokens) else None
+        if answer.failure not in _PERHAPS_SENT and not_stored is not Reason.TOKEN_LOST:
             with self._condition:
-                self._renewals[refused] += 1
-                if self._renewals.total() >= _ENOUGH_TO_STOP:
-                    self._check_credentials()
-        if isinstance(renewed, Tokens):
-            return renewed if stored else unclear(Reason.TOKEN_CHANGED)
-        if renewed.reason is Reason.TOKEN_INVALID and question.token_at_risk:
+                self._unsettled.discard(question.installation_id)
+        if answer.failure is None:
+            self._count_renewal(renewed)
+        if not_stored is not None:
+            return unclear(not_stored)
+        if isinstance(renewed, Finding) and renewed.reason is Reason.TOKEN_INVALID and question.token_at_risk:
             return unclear(Reason.TOKEN_LOST)
         return renewed
+
+    def _count_renewal(self, renewed: Tokens | Finding) -> None:
+        with self._condition:
+            self._renewals[isinstance(renewed, Finding) and renewed.reason is Reason.CLIENT_REFUSED] += 1
+            if self._renewals.total() >= _ENOUGH_TO_STOP:
+                self._check_credentials()
 
     def _check_credentials(self) -> None:
         refused = self._renewals[True]

@@ -119,6 +119,13 @@ where a.id = %(account_id)s
     and a.{refresh_token} = %(old_refresh_token)s
 returning a.id
 
+-- name: same_token
+-- Whether a token that could not be replaced is still the stored one: if so, a trigger kept it. By primary key.
+select a.id
+from {accounts} a
+where a.id = %(account_id)s
+    and a.{refresh_token} = %(old_refresh_token)s
+
 -- name: lock_installations
 -- The installations of a batch, in id order; those that another session holds are passed by.
 select i.id as installation_id, i.bitrix_24_account_id as account_id
@@ -288,11 +295,13 @@ select (select count(*) from moved_installation) as moved_installations,
        (select count(*) from decision d where d.outcome <> 'left') as expected
 
 -- name: give_back
--- Gives up what is left of a run's claims. By ix_installation_checks_claimed_by.
+-- Gives up what is left of a run's claims, but for those whose tokens may be used up: a claim that runs out tells
+-- the next run of it. By ix_installation_checks_claimed_by.
 update crm.installation_checks c
 set claimed_until = null,
     claimed_by = null
 where c.claimed_by = %(run_id)s
+    and c.installation_id <> all(%(unsettled)s::uuid[])
 
 -- name: find_overridden
 -- Installations that the sweep had moved and that are active again: a finish step that had read them before our
