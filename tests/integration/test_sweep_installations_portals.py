@@ -633,6 +633,22 @@ class TestBetweenClaimAndApply:
         assert [request.host for request in portal.requests] == [elsewhere.domain]
         assert statuses(connection, second) == ("new", "new")
 
+    def test_a_dry_run_passes_by_a_portal_that_another_run_is_asking(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        claimed, waiting = (insert_pair(connection, account={"domain_url": "one.test"}) for _ in range(2))
+        elsewhere = insert_pair(connection)
+        for domain in ("one.test", elsewhere.domain):
+            portal.portals[domain] = app_info(installed=True)
+        connection.execute(
+            "insert into crm.installation_checks (installation_id, claimed_until, claimed_by)"
+            " values (%s, now() + interval '1 minute', gen_random_uuid())",
+            (claimed.installation_id,),
+        )
+        assert verify(database, portal, "--dry-run").json["blocked_count"] == 1
+        assert [request.host for request in portal.requests] == [elsewhere.domain]
+        assert statuses(connection, waiting) == ("new", "new")
+
     def test_an_apply_that_fails_gives_its_claims_back(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:

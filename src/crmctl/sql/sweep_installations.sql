@@ -1,7 +1,7 @@
 -- `crmctl installations sweep`. {installations}, {accounts}, {journal} and the token's columns stand for the names
--- of bitrix24-php-lib's tables and columns in this database (adapters/bitrix24_tables.py); {due} for the block of that
--- name. The library's `_utc` columns hold PHP's default time zone, %(zone)s. It has no index on the status: the
--- queue is a scan of the installations.
+-- of bitrix24-php-lib's tables and columns in this database (adapters/bitrix24_tables.py); {due} and {elsewhere} for
+-- the blocks of these names. The library's `_utc` columns hold PHP's default time zone, %(zone)s. It has no index on
+-- the status: the queue is a scan of the installations.
 
 -- name: due
 -- Which installations a run may take: new, older than the TTL, not claimed by another run, and their next look is
@@ -31,12 +31,10 @@ limit %(limit)s
 -- Claims are made one after the other, so that each sees the leases of the one before.
 select pg_advisory_xact_lock(%(lock)s)
 
--- name: claim
--- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
--- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
--- twice as fast; `asked_lately` says that another one did so within the last second. A token is at risk where a run
--- died that had claimed it, unless it was known to be invalid before that.
-with busy as materialized (
+-- name: elsewhere
+-- Portals that other runs are asking now, and those that they asked within the last second. The second is a scan of
+-- the checks, as the queue is one of the installations.
+busy as materialized (
     select lower(btrim(a.domain_url)) as domain
     from crm.installation_checks c
     join {installations} i on i.id = c.installation_id
@@ -51,7 +49,13 @@ recent as materialized (
     join {accounts} a on a.id = i.bitrix_24_account_id
     where c.last_checked_at > now() - interval '1 second'
         and c.run_id <> %(run_id)s
-),
+)
+
+-- name: claim
+-- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
+-- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
+-- twice as fast. A token is at risk where a run died that had claimed it, unless it was known to be invalid before.
+with {elsewhere},
 candidate as materialized (
     select i.id, c.claimed_until is not null as died_before
     from {installations} i
@@ -91,9 +95,10 @@ order by i.created_at_utc, i.id
 
 -- name: look
 -- What a dry run asks by: the same queue and columns, and nothing written.
+with {elsewhere}
 select i.id as installation_id,
        false as token_at_risk,
-       false as asked_lately,
+       lower(btrim(coalesce(a.domain_url, ''))) in (select r.domain from recent r) as asked_lately,
        a.id as account_id,
        a.member_id,
        a.domain_url,
@@ -104,6 +109,7 @@ from {installations} i
 left join crm.installation_checks c on c.installation_id = i.id
 left join {accounts} a on a.id = i.bitrix_24_account_id
 where {due}
+    and lower(btrim(coalesce(a.domain_url, ''))) not in (select b.domain from busy b)
 order by c.next_check_at nulls first, i.created_at_utc, i.id
 limit %(limit)s
 
