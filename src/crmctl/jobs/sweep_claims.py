@@ -117,7 +117,8 @@ class Claims:
             store = _Store(self._store_database, statements, self._settings.php_timezone, self._refused.append)
             self._inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run)
         findings |= self._inquiry.ask(questions, run, now)
-        refused, self._refused[:] = tuple(self._refused), ()
+        refused = tuple(self._refused)
+        self._refused.clear()
         return Found(frozenset(row["installation_id"] for row in rows), findings, refused)
 
     def give_back(self) -> None:
