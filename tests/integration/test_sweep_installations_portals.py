@@ -1,5 +1,6 @@
 """`installations sweep --verify-portal` against a stand-in for Bitrix24: each row of the verdict table."""
 
+import itertools
 import json
 import re
 import threading
@@ -769,6 +770,17 @@ class TestPaceAndTime:
         moments = [request.at for request in portal.asked("one.test")]
         assert len(moments) == 5
         assert_paced(moments)
+
+    def test_the_pace_is_counted_from_the_answer(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        portal.portals["slow.test"] = app_info(installed=True)
+        portal.before_answer = lambda _request: time.sleep(0.4)
+        for _ in range(3):
+            insert_pair(connection, account={"domain_url": "slow.test"})
+        assert verify(database, portal).json["blocked_count"] == 3
+        moments = [request.at for request in portal.asked("slow.test")]
+        assert all(later - earlier >= 0.4 + PAUSE for earlier, later in itertools.pairwise(moments))
 
     def test_a_portal_has_one_pace_however_its_name_is_spelt(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

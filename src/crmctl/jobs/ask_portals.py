@@ -226,6 +226,8 @@ class Inquiry:
 
     def _app_info(self, portal: _Portal, access_token: str) -> Finding | TokenRefused:
         answer = self._portals.app_info(portal.host, access_token, lambda: self._turn(portal))
+        # The portal counts from a request's arrival, which may be late, but not later than its answer.
+        portal.next_turn = time.monotonic() + PAUSE
         found = read_app_info(answer)
         if answer.failure in (Failure.TIMEOUT, Failure.UNREACHABLE) and isinstance(found, Finding):
             portal.silent = found
