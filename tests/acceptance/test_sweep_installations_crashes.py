@@ -141,7 +141,8 @@ def slow_down(connection: Connection) -> None:
 def test_a_token_that_was_lost_in_the_one_window_is_unclear_and_moves_nothing(
     database: Database, connection: Connection, portal: Bitrix24StandIn
 ) -> None:
-    pair = insert_pair(connection, age=timedelta(days=29), token_age=HOUR)
+    # So old that any other unclear answer would end it.
+    pair = insert_pair(connection, age=timedelta(days=31), token_age=HOUR)
     let_renew(portal, pair)
     portal.portals[pair.domain] = app_info(installed=True)
     renewed, kill = threading.Event(), threading.Event()

@@ -81,6 +81,7 @@ IDS = [uuid.uuid5(uuid.NAMESPACE_DNS, str(n)) for n in range(20)]
 @pytest.mark.parametrize(
     ("statement", "index"),
     [
+        ("same_token", "b24lib_bitrix24_accounts_pkey"),
         ("lock_installations", "b24lib_application_installations_pkey"),
         ("lock_accounts", "b24lib_bitrix24_accounts_pkey"),
         ("store_token", "b24lib_bitrix24_accounts_pkey"),
@@ -98,6 +99,7 @@ def test_rows_are_found_by_index(transaction: Transaction, statement: str, index
         "ids": array_literal(IDS),
         "zone": "UTC",
         "run_id": IDS[0],
+        "unsettled": array_literal(IDS),
         "account_id": IDS[0],
         "old_refresh_token": "old",
         "access_token": "a",

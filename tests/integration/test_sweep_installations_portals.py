@@ -1,5 +1,6 @@
 """`installations sweep --verify-portal` against a stand-in for Bitrix24: each row of the verdict table."""
 
+import itertools
 import json
 import re
 import threading
@@ -114,7 +115,6 @@ class TestTheOAuthServersAnswers:
             (error("NOT_INSTALLED"), NOT_INSTALLED),
             (error("APPLICATION_NOT_FOUND"), NOT_INSTALLED),
             (error("invalid_grant"), ("unclear", "TOKEN_INVALID", "left")),
-            (error("invalid_client", status=401), ("unclear", "CLIENT_REFUSED", "left")),
             (error("PAYMENT_REQUIRED"), ("unclear", "PAYMENT_REQUIRED", "left")),
             (Reply(502), ("unclear", "SERVER_ERROR", "left")),
             (Reply(mood=Mood.TIMEOUT), ("unclear", "TIMEOUT", "left")),
@@ -356,6 +356,54 @@ class TestOurOwnCredentials:
         assert column(connection, "select claimed_by from crm.installation_checks where claimed_by is not null") == []
         assert "an-old-one" not in result.stdout + result.stderr
 
+    @pytest.mark.parametrize(("count", "args"), [(1, ()), (2, ()), (8, ("--drain", "--batch-size", "2"))])
+    def test_however_few_are_asked_none_is_blocked_for_our_own_fault(
+        self,
+        database: Database,
+        connection: psycopg.Connection[Any],
+        portal: Bitrix24StandIn,
+        count: int,
+        args: tuple[str, ...],
+    ) -> None:
+        pairs = [insert_pair(connection, age=31 * DAY, token_age=HOUR) for _ in range(count)]
+        result = verify(database, portal, *args, CRMCTL_BITRIX24__CLIENT_SECRET="an-old-one")
+        assert (result.exit_code, result.json["error"]["code"]) == (78, "CRMCTL_CONFIGURATION")
+        assert {statuses(connection, pair) for pair in pairs} == {("new", "new")}
+        assert journal(connection, pairs[0]) == events(connection, pairs[0]) == []
+        assert column(connection, "select verdict from crm.installation_checks where verdict is not null") == []
+        assert column(connection, "select claimed_by from crm.installation_checks where claimed_by is not null") == []
+        # With the right secret they are asked again at once.
+        for pair in pairs:
+            let_renew(portal, pair)
+            portal.portals[pair.domain] = app_info(installed=True)
+        assert verify(database, portal).json["blocked_count"] == count
+
+    def test_refusals_are_counted_over_the_batches_of_a_run(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        refused = error("invalid_client", status=401)
+        for number, reply in enumerate((None, None, refused, refused, refused)):
+            pair = insert_pair(connection, age=(10 - number) * HOUR, token_age=HOUR)
+            let_renew(portal, pair, reply)
+            portal.portals[pair.domain] = app_info(installed=True)
+        result = verify(database, portal, "--drain", "--batch-size", "1")
+        assert result.exit_code == 78
+        # The third refusal of five makes them most; the two before it are told as unclear.
+        assert result.json["committed"]["blocked_count"] == 2
+        assert result.json["committed"]["left_count"] == 2
+
+    def test_one_that_is_refused_among_good_answers_is_never_blocked_for_it(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        odd, good = (insert_pair(connection, age=31 * DAY, token_age=HOUR) for _ in range(2))
+        let_renew(portal, odd, error("invalid_client", status=401))
+        let_renew(portal, good)
+        portal.portals[good.domain] = app_info(installed=True)
+        assert verify(database, portal).json["blocked_count"] == 1
+        assert statuses(connection, odd) == ("new", "new")
+        assert check(connection, odd)["reason"] == "CLIENT_REFUSED"
+        assert check(connection, odd)["next_check_at"] is not None
+
     def test_it_stops_asking_early(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
@@ -586,6 +634,22 @@ class TestBetweenClaimAndApply:
         assert [request.host for request in portal.requests] == [elsewhere.domain]
         assert statuses(connection, second) == ("new", "new")
 
+    def test_a_dry_run_passes_by_a_portal_that_another_run_is_asking(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        claimed, waiting = (insert_pair(connection, account={"domain_url": "one.test"}) for _ in range(2))
+        elsewhere = insert_pair(connection)
+        for domain in ("one.test", elsewhere.domain):
+            portal.portals[domain] = app_info(installed=True)
+        connection.execute(
+            "insert into crm.installation_checks (installation_id, claimed_until, claimed_by)"
+            " values (%s, now() + interval '1 minute', gen_random_uuid())",
+            (claimed.installation_id,),
+        )
+        assert verify(database, portal, "--dry-run").json["blocked_count"] == 1
+        assert [request.host for request in portal.requests] == [elsewhere.domain]
+        assert statuses(connection, waiting) == ("new", "new")
+
     def test_an_apply_that_fails_gives_its_claims_back(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
     ) -> None:
@@ -694,6 +758,70 @@ class TestPaceAndTime:
         assert [row["reason"] for row in result.json["installations"]] == ["TIMEOUT"] * 5
         assert len(portal.asked("silent.test")) == 1
         assert {check(connection, pair)["attempts"] for pair in pairs} == {1}
+
+    def test_the_pace_outlives_a_batch(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        portal.portals["one.test"] = app_info(installed=True)
+        for _ in range(5):
+            insert_pair(connection, account={"domain_url": "one.test"})
+        result = verify(database, portal, "--drain", "--batch-size", "1")
+        assert (result.json["blocked_count"], result.json["batches"]) == (5, 6)
+        moments = [request.at for request in portal.asked("one.test")]
+        assert len(moments) == 5
+        assert_paced(moments)
+
+    def test_the_pace_is_counted_from_the_answer(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        portal.portals["slow.test"] = app_info(installed=True)
+        portal.before_answer = lambda _request: time.sleep(0.4)
+        for _ in range(3):
+            insert_pair(connection, account={"domain_url": "slow.test"})
+        assert verify(database, portal).json["blocked_count"] == 3
+        moments = [request.at for request in portal.asked("slow.test")]
+        assert all(later - earlier >= 0.4 + PAUSE for earlier, later in itertools.pairwise(moments))
+
+    def test_a_portal_has_one_pace_however_its_name_is_spelt(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        ascii_name = "xn--e1afmkfd.test"
+        portal.portals[ascii_name] = app_info(installed=True)
+        for spelling in (ascii_name, "пример.test", "ПРИМЕР.test", " Xn--E1afmkfd.Test "):
+            insert_pair(connection, account={"domain_url": spelling})
+        result = verify(database, portal)
+        assert result.json["blocked_count"] == 4
+        moments = [request.at for request in portal.asked(ascii_name)]
+        assert len(moments) == 4
+        assert_paced(moments)
+
+    def test_a_portal_that_another_run_asked_a_moment_ago_is_not_asked_at_once(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        asked, due = (insert_pair(connection, account={"domain_url": "one.test"}) for _ in range(2))
+        elsewhere = insert_pair(connection)
+        for domain in ("one.test", elsewhere.domain):
+            portal.portals[domain] = app_info(installed=True)
+        # In the future, so that it is less than a second ago however long this run takes to start.
+        connection.execute(
+            "insert into crm.installation_checks (installation_id, verdict, run_id, last_checked_at, next_check_at)"
+            " values (%s, 'unclear', gen_random_uuid(), now() + interval '1 minute', now() + interval '1 hour')",
+            (asked.installation_id,),
+        )
+        assert verify(database, portal).json["blocked_count"] == 2
+        assert (statuses(connection, asked)[0], statuses(connection, due)[0]) == ("new", "blocked")
+        (there,), (here,) = portal.asked("one.test"), portal.asked(elsewhere.domain)
+        assert there.at - here.at > PAUSE * 0.8
+
+    def test_a_portal_that_does_not_answer_is_not_asked_again_in_a_later_batch(
+        self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn
+    ) -> None:
+        portal.portals["silent.test"] = Reply(mood=Mood.TIMEOUT)
+        pairs = [insert_pair(connection, account={"domain_url": "silent.test"}) for _ in range(5)]
+        result = verify(database, portal, "--drain", "--batch-size", "1")
+        assert [row["reason"] for row in result.json["installations"]] == ["TIMEOUT"] * 5
+        assert len(portal.asked("silent.test")) == 1
+        assert {check(connection, pair)["verdict"] for pair in pairs} == {"unclear"}
 
     def test_the_time_budget_ends_it_and_the_rest_is_given_back(
         self, database: Database, connection: psycopg.Connection[Any], portal: Bitrix24StandIn

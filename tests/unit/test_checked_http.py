@@ -1,6 +1,9 @@
 """Server-side request forgery: where a portal's domain may lead, and where it may not."""
 
+import socket
 import ssl
+import threading
+import time
 from collections.abc import Iterator
 
 import httpcore
@@ -8,6 +11,7 @@ import pytest
 
 from crmctl.adapters.bitrix24 import Bitrix24
 from crmctl.adapters.checked_http import (
+    LOOKUPS,
     AddressRefusedError,
     CheckedHttp,
     StandIn,
@@ -155,6 +159,81 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to
     assert connections.made == [(PUBLIC, 443)]
     assert http.request("portal.example", "POST", "/", {}).failure is Failure.ADDRESS_REFUSED
     assert connections.made == [(PUBLIC, 443)]
+
+
+class Resolver:
+    """A DNS that answers when it is let; it notes how many are waiting for it at once."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.asked: list[str] = []
+        self.waiting = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, host: str, _port: int) -> list[str]:
+        with self._lock:
+            self.asked.append(host)
+            self.waiting += 1
+            self.most = max(self.most, self.waiting)
+        self.let.wait(20)
+        with self._lock:
+            self.waiting -= 1
+        return [PUBLIC]
+
+
+@pytest.fixture
+def resolver() -> Iterator[Resolver]:
+    resolver = Resolver()
+    yield resolver
+    resolver.let.set()
+
+
+def test_a_name_that_takes_too_long_to_resolve_is_a_timeout(resolver: Resolver) -> None:
+    connections = Connections()
+    http = CheckedHttp(0.2, resolve=resolver, connect=connections)
+    began = time.monotonic()
+    assert http.request("portal.example", "POST", "/", {}).failure is Failure.TIMEOUT
+    assert time.monotonic() - began < 1
+    resolver.let.set()
+    # What comes too late leads nowhere; the next request resolves anew.
+    assert http.request("portal.example", "POST", "/", {}).failure is Failure.UNREACHABLE
+    assert (resolver.asked, connections.made) == (["portal.example"] * 2, [(PUBLIC, 443)])
+
+
+def test_names_that_hang_hold_up_no_process_and_are_bounded_in_number(resolver: Resolver) -> None:
+    http = CheckedHttp(0.02, resolve=resolver)
+    hosts = [f"p{number}.example" for number in range(LOOKUPS + 20)]
+    for host in hosts:
+        assert http.request(host, "POST", "/", {}).failure is Failure.TIMEOUT
+    assert (resolver.waiting, resolver.most) == (LOOKUPS, LOOKUPS)
+    # One that had no turn was never asked about; the process does not wait for those that had.
+    assert resolver.asked == hosts[:LOOKUPS]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "resolver")
+
+
+def test_the_time_that_a_name_took_is_part_of_the_requests_time() -> None:
+    left: list[float] = []
+
+    def resolve(_host: str, _port: int) -> list[str]:
+        time.sleep(0.3)
+        return [PUBLIC]
+
+    def connect(_address: str, _port: int, timeout: float) -> httpcore.NetworkStream:
+        left.append(timeout)
+        raise httpcore.ConnectError("refused")
+
+    CheckedHttp(1, resolve=resolve, connect=connect).request("portal.example", "GET", "/")
+    assert len(left) == 1
+    assert 0 < left[0] <= 0.7
+
+
+def test_a_name_that_cannot_be_resolved() -> None:
+    def resolve(_host: str, _port: int) -> list[str]:
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    connections = Connections()
+    answer = CheckedHttp(1, resolve=resolve, connect=connections).request("portal.example", "POST", "/", {})
+    assert (answer.failure, connections.made) == (Failure.UNREACHABLE, [])
 
 
 def test_a_proxy_in_the_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

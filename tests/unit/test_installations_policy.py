@@ -188,6 +188,16 @@ def test_unclear_and_anomalies_alert_and_an_open_wizard_does_not() -> None:
     assert decide(pair(age=2 * DAY), UNFINISHED, Policy(Action.ALERT), attempts=1).alert
 
 
+@pytest.mark.parametrize("reason", [Reason.CLIENT_REFUSED, Reason.TOKEN_LOST])
+def test_what_we_brought_about_ourselves_never_ends_an_install(reason: Reason) -> None:
+    for age, action in itertools.product(AGES, Action):
+        decision = decide(pair(age=age), unclear(reason), Policy(action), attempts=8)
+        assert (decision.outcome, decision.alert) == ("left", True)
+        assert decision.next_check_in is not None
+        assert timedelta(0) < decision.next_check_in <= DAY
+    assert decide(pair(age=400 * DAY), NOT_VERIFIED, Policy(), attempts=8).outcome == "blocked"
+
+
 def test_the_pause_doubles_up_to_a_day() -> None:
     minutes = [backoff(attempts) // timedelta(minutes=1) for attempts in (1, 2, 3, 4, 7, 8, 1000)]
     assert minutes == [15, 30, 60, 120, 960, 1440, 1440]

@@ -24,11 +24,11 @@ _RENEWAL: Final = "/oauth/token/"
 class Portals(Protocol):
     """Who can be asked. Nothing is raised: what goes wrong is in the answer."""
 
-    def is_host(self, domain_url: str) -> bool:
-        """Whether a portal's domain is a bare host name: for what is none, no token is renewed either."""
+    def host(self, domain_url: str) -> str | None:
+        """A portal's host name in its one canonical spelling; None for what is no bare host name."""
         ...
 
-    def app_info(self, domain_url: str, access_token: str, turn: Callable[[], None]) -> Answer:
+    def app_info(self, host: str, access_token: str, turn: Callable[[], None]) -> Answer:
         """Ask a portal about the application. `turn` is called before each request: it waits for the portal's turn."""
         ...
 
@@ -52,20 +52,19 @@ class Bitrix24:
         stand_in = parse_stand_in(settings.stand_in, self._oauth_host)
         self._http = http or CheckedHttp(settings.request_timeout.total_seconds(), stand_in)
 
-    def is_host(self, domain_url: str) -> bool:
+    def host(self, domain_url: str) -> str | None:
         """What `request` would refuse before it resolves anything is none."""
         try:
-            host_of(domain_url)
+            return host_of(domain_url)
         except AddressRefusedError:
-            return False
-        return True
+            return None
 
-    def app_info(self, domain_url: str, access_token: str, turn: Callable[[], None]) -> Answer:
+    def app_info(self, host: str, access_token: str, turn: Callable[[], None]) -> Answer:
         """Ask twice at the most: again after a lost connection or a server error that names no cause."""
 
         def ask() -> Answer:
             turn()
-            return self._http.request(domain_url, "POST", _APP_INFO, {"auth": access_token})
+            return self._http.request(host, "POST", _APP_INFO, {"auth": access_token})
 
         return _twice(ask, lambda answer: answer.transient)
 

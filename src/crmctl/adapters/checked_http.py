@@ -3,7 +3,7 @@
 A portal's domain comes out of a database row that its owner filled in. So: the name must be a bare host name; it
 is resolved once; every address that it resolves to must be global unicast; the connection is made to one of those
 addresses, and TLS verifies the name. httpcore follows no redirects and reads no proxies from the environment. A
-request has one deadline from its connection to its last byte, and an answer one size limit.
+request has one deadline from the look-up of its name to its last byte, and an answer one size limit.
 
 Tests need a portal on the loopback. `stand_in` does not loosen the check: it is an address that all names under
 `.test`, which exist in no DNS (RFC 6761), are led to, without TLS. It is refused unless the OAuth server is such
@@ -14,8 +14,10 @@ import ipaddress
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +30,8 @@ from crmctl.domain.portal_answers import Answer, Failure
 Resolve = Callable[[str, int], list[str]]
 Connect = Callable[[str, int, float], httpcore.NetworkStream]
 
+# Names that are looked up at once, at the most: as many as there can be workers (`bitrix24.concurrency`).
+LOOKUPS: Final = 64
 _LARGEST_ANSWER: Final = 1 << 20
 _HOST: Final = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]", re.ASCII)
 _HTTPS: Final = 443
@@ -112,7 +116,7 @@ class CheckedHttp:
     ) -> None:
         self._timeout = timeout
         self._stand_in = stand_in
-        self._resolve = resolve or _resolve
+        self._resolve = _Resolver(resolve or _resolve)
         self._connect = connect or _connect
         self._tls: ssl.SSLContext | None = None
 
@@ -126,13 +130,11 @@ class CheckedHttp:
             name = host_of(host)
             stood_in = self._stand_in if name.endswith(_RESERVED_SUFFIX) else None
             backend = self._backend(name, stood_in, deadline)
+            scheme = "http" if stood_in else "https"
+            url = httpcore.URL(scheme=scheme, host=name, port=None, target=target.encode("ascii"))
+            return self._exchange(backend, method, url, body)
         except AddressRefusedError:
             return Answer(failure=Failure.ADDRESS_REFUSED)
-        except OSError:
-            return Answer(failure=Failure.UNREACHABLE)
-        url = httpcore.URL(scheme="http" if stood_in else "https", host=name, port=None, target=target.encode("ascii"))
-        try:
-            return self._exchange(backend, method, url, body)
         except httpcore.TimeoutException:
             return Answer(failure=Failure.TIMEOUT)
         except httpcore.ConnectError:
@@ -177,10 +179,43 @@ class CheckedHttp:
     def _backend(self, name: str, stood_in: StandIn | None, deadline: float) -> httpcore.NetworkBackend:
         if stood_in is not None:
             return _Fixed([stood_in.address], stood_in.port, deadline, self._connect)
-        addresses = self._resolve(name, _HTTPS)
+        addresses = self._resolve(name, _HTTPS, deadline)
         if not addresses or not all(is_public(address) for address in addresses):
             raise AddressRefusedError("not a public address")
         return _Fixed(addresses, _HTTPS, deadline, self._connect)
+
+
+class _Resolver:
+    """Looks names up under a deadline, of which getaddrinfo knows none.
+
+    Each look-up has a thread that nobody waits for longer than that. One that hangs keeps its thread until it ends;
+    while there are LOOKUPS of them, further ones wait for their turn under their own deadlines.
+    """
+
+    def __init__(self, look_up: Resolve) -> None:
+        self._look_up = look_up
+        self._free = threading.BoundedSemaphore(LOOKUPS)
+
+    def __call__(self, host: str, port: int, deadline: float) -> list[str]:
+        """The addresses of a name. Raises ConnectTimeout at the deadline, ConnectError where it cannot be resolved."""
+        if not self._free.acquire(timeout=_left(deadline, httpcore.ConnectTimeout)):
+            raise httpcore.ConnectTimeout("too many names are being looked up")
+        found: Future[list[str]] = Future()
+        threading.Thread(target=self._run, args=(host, port, found), name="resolver", daemon=True).start()
+        try:
+            return found.result(_left(deadline, httpcore.ConnectTimeout))
+        except TimeoutError:
+            raise httpcore.ConnectTimeout("the name was not resolved in time") from None
+        except OSError:
+            raise httpcore.ConnectError("the name cannot be resolved") from None
+
+    def _run(self, host: str, port: int, found: Future[list[str]]) -> None:
+        try:
+            found.set_result(self._look_up(host, port))
+        except BaseException as error:
+            found.set_exception(error)
+        finally:
+            self._free.release()
 
 
 class _Fixed(httpcore.NetworkBackend):

@@ -56,7 +56,7 @@ _EXPLANATIONS: Final[Mapping[Reason, str]] = {
     Reason.RATE_LIMITED: "the portal asks for fewer requests",
     Reason.TOKEN_INVALID: "the portal or the OAuth server does not accept the stored tokens any more",
     Reason.TOKEN_MISSING: "the account holds no tokens",
-    Reason.TOKEN_LOST: "the last run ended before it could store the token that it was given",
+    Reason.TOKEN_LOST: "a renewal used the stored token up, and the new one was not stored",
     Reason.TOKEN_CHANGED: "somebody else renewed the token at the same time",
     Reason.NOT_REFRESHED: "the access token has expired, and a dry run renews none",
     Reason.CLIENT_REFUSED: "the OAuth server does not accept the application's own credentials for it",

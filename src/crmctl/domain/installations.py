@@ -211,6 +211,8 @@ SHORTEST_TTL: Final = timedelta(minutes=5)
 _FIRST_BACKOFF: Final = timedelta(minutes=15)
 _LONGEST_BACKOFF: Final = timedelta(hours=24)
 _UNFINISHED_PAUSE: Final = timedelta(hours=1)
+# What we brought about ourselves is not held against a pair: however old it is, it waits.
+_OUR_OWN_DOING: Final = frozenset({Reason.CLIENT_REFUSED, Reason.TOKEN_LOST})
 
 
 def anomaly(pair: Pair) -> Finding | None:
@@ -243,7 +245,7 @@ def decide(pair: Pair, finding: Finding, policy: Policy, *, attempts: int) -> De
         raise ValueError(f"installation {pair.installation_id} is not stale")
     finding = anomaly(pair) or finding
     ttl = _ttl(finding.verdict, policy)
-    transition = _transition(pair, finding.verdict, policy, ttl)
+    transition = _transition(pair, finding, policy, ttl)
     if transition is not None:
         return Decision(pair, finding, ttl, attempts, transition)
     pause = _UNFINISHED_PAUSE if finding.verdict is Verdict.UNFINISHED else backoff(attempts)
@@ -265,11 +267,11 @@ def _ttl(verdict: Verdict, policy: Policy) -> timedelta:
     return policy.unclear_ttl if verdict is Verdict.UNCLEAR else policy.ttl
 
 
-def _transition(pair: Pair, verdict: Verdict, policy: Policy, ttl: timedelta) -> Transition | None:
-    if policy.action is Action.ALERT or verdict is Verdict.ANOMALY:
+def _transition(pair: Pair, finding: Finding, policy: Policy, ttl: timedelta) -> Transition | None:
+    if policy.action is Action.ALERT or finding.verdict is Verdict.ANOMALY or finding.reason in _OUR_OWN_DOING:
         return None
-    if verdict is Verdict.NOT_VERIFIED:
+    if finding.verdict is Verdict.NOT_VERIFIED:
         return CASCADE if policy.action is Action.DELETE else BLOCK
-    if verdict is Verdict.NOT_INSTALLED:
+    if finding.verdict is Verdict.NOT_INSTALLED:
         return CASCADE
     return BLOCK if pair.age >= ttl else None

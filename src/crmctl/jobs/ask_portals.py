@@ -2,7 +2,8 @@
 
 One portal is one queue of questions. A worker takes the portal whose turn comes first, asks it one question, and
 puts it back. A portal that does not answer holds a worker up once in a run, not once for each of its questions. New
-tokens are stored the moment they arrive, before anything else is done with them.
+tokens are stored the moment they arrive, before anything else is done with them. When a portal may be asked again,
+whether it is silent, and how the OAuth server answers us are remembered from batch to batch.
 """
 
 import heapq
@@ -30,16 +31,18 @@ _GRACE_AFTER_SIGNAL: Final = 3.5
 _GRACE: Final = 60.0
 # Seconds; how soon the main thread notices a signal or the end of the time budget.
 _GLANCE: Final = 0.05
-# From so many renewals on the run stops early; at its end this many refusals are enough, if they are most.
+# From so many renewals on a run whose credentials are refused does not wait for the end of the batch.
 _ENOUGH_TO_STOP: Final = 20
-_FEWEST_REFUSALS: Final = 3
+# No answer, and yet the OAuth server may have had the request.
+_PERHAPS_SENT: Final = frozenset(Failure) - {Failure.UNREACHABLE, Failure.ADDRESS_REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """A claimed installation with what its portal is asked by. `expires` is in unix seconds.
 
-    `died_before`: the last run that claimed it ended without giving the claim back.
+    `token_at_risk`: an earlier run may have used its refresh token up and not stored the new one. `asked_lately`:
+    another run asked its portal within the last second.
     """
 
     installation_id: UUID
@@ -49,8 +52,8 @@ class Question:
     access_token: str = field(repr=False)
     refresh_token: str = field(repr=False)
     expires: int
-    died_before: bool = False
-    token_lost_before: bool = False
+    token_at_risk: bool = False
+    asked_lately: bool = False
 
 
 class TokenStore(Protocol):
@@ -60,8 +63,11 @@ class TokenStore(Protocol):
         """Raise what would keep a token from being stored now: asked before a renewal, which uses a token up."""
         ...
 
-    def store(self, question: Question, tokens: Tokens) -> bool:
-        """Replace the question's tokens in a transaction of its own; False where they are not the stored ones."""
+    def store(self, question: Question, tokens: Tokens) -> Reason | None:
+        """Replace the question's tokens in a transaction of its own.
+
+        Returns why not: TOKEN_CHANGED where they are not the stored ones, TOKEN_LOST where the data is refused.
+        """
         ...
 
 
@@ -71,44 +77,53 @@ class _Halted(Exception):  # noqa: N818  no error: the run begins nothing new
 
 @dataclass(slots=True)
 class _Portal:
-    """One portal's questions. `silent`: it did not answer, and is not asked again in this run."""
+    """One portal's questions in this batch. `silent`: it did not answer, and is not asked again in this run."""
 
-    questions: deque[Question]
+    host: str
+    questions: deque[Question] = field(default_factory=deque)
     next_turn: float = 0.0
     silent: Finding | None = None
 
 
 class Inquiry:
-    """The questions of one batch and the findings so far."""
+    """The questions of one run, batch by batch, and what it has learnt of the portals and the OAuth server."""
 
-    def __init__(self, portals: Portals, store: TokenStore, *, concurrency: int, renews: bool, now: datetime) -> None:
+    def __init__(self, portals: Portals, store: TokenStore, *, concurrency: int, renews: bool) -> None:
         self._portals = portals
         self._store = store
         self._concurrency = concurrency
         self._renews = renews
-        self._now = now.timestamp()
+        self._now = 0.0
         self._condition = threading.Condition()
+        self._known: dict[str, _Portal] = {}
         self._ready: list[tuple[float, int, _Portal]] = []
         self._order = itertools.count()
         self._halted = False
         self._working = 0
         self._failure: BaseException | None = None
         self._renewals: Counter[bool] = Counter()
-        self.findings: dict[UUID, Finding] = {}
+        self._unsettled: set[UUID] = set()
+        self._findings: dict[UUID, Finding] = {}
 
-    def ask(self, questions: Iterable[Question], run: Run) -> dict[UUID, Finding]:
-        """Ask until everything is answered, the time budget is spent or a signal asks to stop.
+    @property
+    def unsettled(self) -> frozenset[UUID]:
+        """Installations whose refresh token may be used up while no new one is stored: their claims must stay."""
+        with self._condition:
+            return frozenset(self._unsettled)
+
+    def ask(self, questions: Iterable[Question], run: Run, now: datetime) -> dict[UUID, Finding]:
+        """Ask a batch until everything is answered, the time budget is spent or a signal asks to stop.
 
         Returns what was found; an installation that is not in it was not asked to the end. Raises
-        ConfigurationError when most renewals are refused for our own credentials: nothing may follow from them.
+        ConfigurationError when most of the run's renewals are refused for our own credentials: nothing may follow
+        from this batch. What has stopped once, by whatever cause, is not to be called again.
         """
-        by_host: dict[str, _Portal] = {}
-        for question in questions:
-            by_host.setdefault(question.domain_url.strip().lower(), _Portal(deque())).questions.append(question)
-        self._ready = [(0.0, next(self._order), portal) for portal in by_host.values()]
+        self._now = now.timestamp()
+        self._findings = {}
+        self._ready = self._queue(questions)
         workers = [
             threading.Thread(target=self._work, name=f"portals-{number}", daemon=True)
-            for number in range(min(self._concurrency, len(by_host)))
+            for number in range(min(self._concurrency, len(self._ready)))
         ]
         for worker in workers:
             worker.start()
@@ -119,8 +134,25 @@ class Inquiry:
         if self._failure is not None:
             raise self._failure
         with self._condition:
-            self._check_credentials(_FEWEST_REFUSALS)
-            return dict(self.findings)
+            self._check_credentials()
+            return dict(self._findings)
+
+    def _queue(self, questions: Iterable[Question]) -> list[tuple[float, int, _Portal]]:
+        """The portals of a batch as a heap; of the others, those are forgotten of which nothing follows any more."""
+        now = time.monotonic()
+        self._known = {host: known for host, known in self._known.items() if known.silent or known.next_turn > now}
+        portals: dict[str, _Portal] = {}
+        for question in questions:
+            if (host := self._portals.host(question.domain_url)) is None:
+                self._findings[question.installation_id] = unclear(Reason.ADDRESS_REFUSED)
+                continue
+            portal = portals[host] = self._known.setdefault(host, _Portal(host))
+            portal.questions.append(question)
+            if question.asked_lately:
+                portal.next_turn = max(portal.next_turn, now + PAUSE)
+        ready = [(portal.next_turn, next(self._order), portal) for portal in portals.values()]
+        heapq.heapify(ready)
+        return ready
 
     def _watch(self, run: Run) -> None:
         with self._condition:
@@ -135,7 +167,7 @@ class Inquiry:
                 question = portal.questions.popleft()
                 finding = portal.silent or self._examine(portal, question)
                 with self._condition:
-                    self.findings[question.installation_id] = finding
+                    self._findings[question.installation_id] = finding
             except _Halted:
                 pass
             except BaseException as error:
@@ -181,7 +213,7 @@ class Inquiry:
 
     def _examine(self, portal: _Portal, question: Question) -> Finding:
         if question.access_token and question.expires > self._now:
-            found = self._app_info(portal, question, question.access_token)
+            found = self._app_info(portal, question.access_token)
             if isinstance(found, Finding):
                 return found
         if not question.refresh_token:
@@ -189,11 +221,13 @@ class Inquiry:
         renewed = self._renew(question)
         if isinstance(renewed, Finding):
             return renewed
-        found = self._app_info(portal, question, renewed.access_token)
+        found = self._app_info(portal, renewed.access_token)
         return found if isinstance(found, Finding) else unclear(Reason.TOKEN_INVALID)
 
-    def _app_info(self, portal: _Portal, question: Question, access_token: str) -> Finding | TokenRefused:
-        answer = self._portals.app_info(question.domain_url, access_token, lambda: self._turn(portal))
+    def _app_info(self, portal: _Portal, access_token: str) -> Finding | TokenRefused:
+        answer = self._portals.app_info(portal.host, access_token, lambda: self._turn(portal))
+        # The portal counts from a request's arrival, which may be late, but not later than its answer.
+        portal.next_turn = time.monotonic() + PAUSE
         found = read_app_info(answer)
         if answer.failure in (Failure.TIMEOUT, Failure.UNREACHABLE) and isinstance(found, Finding):
             portal.silent = found
@@ -202,32 +236,36 @@ class Inquiry:
     def _renew(self, question: Question) -> Tokens | Finding:
         if not self._renews:
             return unclear(Reason.NOT_REFRESHED)
-        if not self._portals.is_host(question.domain_url):
-            return unclear(Reason.ADDRESS_REFUSED)
-        if self._halted:
-            raise _Halted
         self._store.check()
+        with self._condition:
+            if self._halted:
+                raise _Halted
+            self._unsettled.add(question.installation_id)
         answer = self._portals.renew(question.refresh_token)
         renewed = read_renewal(answer, question.member_id)
-        if isinstance(renewed, Tokens):
-            stored = self._store.store(question, renewed)
-        if answer.failure is None:
-            refused = isinstance(renewed, Finding) and renewed.reason is Reason.CLIENT_REFUSED
+        not_stored = self._store.store(question, renewed) if isinstance(renewed, Tokens) else None
+        if answer.failure not in _PERHAPS_SENT and not_stored is not Reason.TOKEN_LOST:
             with self._condition:
-                self._renewals[refused] += 1
-                if self._renewals.total() >= _ENOUGH_TO_STOP:
-                    self._check_credentials(_FEWEST_REFUSALS)
-        if isinstance(renewed, Tokens):
-            return renewed if stored else unclear(Reason.TOKEN_CHANGED)
-        if renewed.reason is Reason.TOKEN_INVALID and (question.died_before or question.token_lost_before):
+                self._unsettled.discard(question.installation_id)
+        if answer.failure is None:
+            self._count_renewal(renewed)
+        if not_stored is not None:
+            return unclear(not_stored)
+        if isinstance(renewed, Finding) and renewed.reason is Reason.TOKEN_INVALID and question.token_at_risk:
             return unclear(Reason.TOKEN_LOST)
         return renewed
 
-    def _check_credentials(self, fewest: int) -> None:
+    def _count_renewal(self, renewed: Tokens | Finding) -> None:
+        with self._condition:
+            self._renewals[isinstance(renewed, Finding) and renewed.reason is Reason.CLIENT_REFUSED] += 1
+            if self._renewals.total() >= _ENOUGH_TO_STOP:
+                self._check_credentials()
+
+    def _check_credentials(self) -> None:
         refused = self._renewals[True]
-        if refused >= fewest and refused * 2 > self._renewals.total():
+        if refused * 2 > self._renewals.total():
             raise ConfigurationError(
                 f"the OAuth server refuses the application's own credentials ({refused} of"
-                f" {self._renewals.total()} renewals): no installation was changed",
+                f" {self._renewals.total()} renewals): no installation of this batch was changed",
                 hint="check CRMCTL_BITRIX24__CLIENT_ID and CRMCTL_BITRIX24__CLIENT_SECRET",
             )

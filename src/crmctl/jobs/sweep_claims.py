@@ -14,11 +14,13 @@ from crmctl.adapters import postgres
 from crmctl.adapters.bitrix24 import Portals
 from crmctl.adapters.postgres import Database, Transaction, array_literal
 from crmctl.domain.errors import CrmctlError, TryAgainError, UnavailableError
+from crmctl.domain.installation_reasons import Reason
 from crmctl.domain.installations import Finding, Policy, anomaly
 from crmctl.domain.portal_answers import Tokens
 from crmctl.jobs import sweep_queue
 from crmctl.jobs.ask_portals import Inquiry, Question
 from crmctl.jobs.job import Run
+from crmctl.jobs.sweep_writing import UPDATE_SUPPRESSED, Failed
 from crmctl.settings import Bitrix24Settings
 
 T = TypeVar("T")
@@ -29,18 +31,27 @@ _TURN: Final = 0x63726D73776570
 _STORE_PATIENCE: Final = 20.0
 # How much longer than the run's time budget and its last requests a lease lasts.
 LEASE_MARGIN: Final = timedelta(seconds=60)
+# What the question whether tokens could be stored is asked with.
+_NO_TOKENS: Final = Tokens("", "", None, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a batch is about, and what was found; None: its rows are in disorder, so nobody was asked."""
+    """What a batch is about, and what was found; None: its rows are in disorder, so nobody was asked.
+
+    `refused`: the renewed tokens that PostgreSQL did not take, and what it said.
+    """
 
     claimed: frozenset[UUID]
     findings: Mapping[UUID, Finding | None]
+    refused: tuple[Failed, ...] = ()
 
 
 class Claims:
-    """Claims installations and asks their portals, on connections of its own. `lease`: how long a claim lasts."""
+    """Claims one run's installations and asks their portals, on connections of its own.
+
+    `lease`: how long a claim lasts.
+    """
 
     def __init__(
         self, settings: Bitrix24Settings, portals: Portals, connect: Callable[[], Database], lease: timedelta
@@ -51,6 +62,13 @@ class Claims:
         self._store_database = connect()
         self._lease = lease
         self._claimed: tuple[str, UUID] | None = None
+        self._inquiry: Inquiry | None = None
+        self._refused: list[Failed] = []
+
+    @property
+    def unsettled(self) -> frozenset[UUID]:
+        """Installations whose claims must stay: their tokens may be used up (`Inquiry.unsettled`)."""
+        return self._inquiry.unsettled if self._inquiry is not None else frozenset()
 
     def close(self) -> None:
         """Close both connections."""
@@ -95,18 +113,25 @@ class Claims:
             row["installation_id"]: None for row in rows if row["installation_id"] not in healthy
         }
         questions = [Question(**row) for row in rows if row["installation_id"] in healthy]
-        store = _Store(self._store_database, statements["store_token"], self._settings.php_timezone)
-        inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run, now=now)
-        findings |= inquiry.ask(questions, run)
-        return Found(frozenset(row["installation_id"] for row in rows), findings)
+        if self._inquiry is None:
+            store = _Store(self._store_database, statements, self._settings.php_timezone, self._refused.append)
+            self._inquiry = Inquiry(self._portals, store, concurrency=self._settings.concurrency, renews=not dry_run)
+        findings |= self._inquiry.ask(questions, run, now)
+        refused = tuple(self._refused)
+        self._refused.clear()
+        return Found(frozenset(row["installation_id"] for row in rows), findings, refused)
 
     def give_back(self) -> None:
-        """Give up what the run has claimed and not applied. Best effort: a lease that is not given back runs out."""
+        """Give up what the run has claimed and not applied, unless its token may be used up.
+
+        Best effort: a lease that is not given back runs out.
+        """
         if self._claimed is None:
             return
         statement, run_id = self._claimed
         try:
-            self._transaction(lambda tx: tx.execute(statement, {"run_id": run_id}), commit=True)
+            params = {"run_id": run_id, "unsettled": array_literal(list(self.unsettled))}
+            self._transaction(lambda tx: tx.execute(statement, params), commit=True)
         except (psycopg.Error, CrmctlError):
             return
 
@@ -133,43 +158,62 @@ class Claims:
 
 
 class _Store:
-    """Stores renewed tokens, one at a time, on one connection that several threads take turns at."""
+    """Stores renewed tokens, one at a time, on one connection that several threads take turns at.
 
-    def __init__(self, database: Database, statement: str, zone: str) -> None:
+    `refuse` is told what PostgreSQL refused.
+    """
+
+    def __init__(
+        self, database: Database, statements: Mapping[str, str], zone: str, refuse: Callable[[Failed], None]
+    ) -> None:
         self._database = database
-        self._statement = statement
+        self._statements = statements
         self._zone = zone
+        self._refuse = refuse
         self._turn = threading.Lock()
+        self._permitted = False
 
     def check(self) -> None:
-        """Begin a transaction and end it: raises where there is no connection to be had."""
-        with self._turn:
-            self._database.begin()
-            self._database.rollback()
+        """Begin a transaction and end it: raises where there is no connection to be had.
 
-    def store(self, question: Question, tokens: Tokens) -> bool:
-        """Replace the tokens if the stored refresh token is the one that was used; False where it is not.
+        The first time, PostgreSQL is also asked whether it would run the statement for this role: to explain an
+        update takes the privileges of that update, column by column.
+        """
+        with self._turn:
+            try:
+                tx = self._database.begin()
+                if not self._permitted:
+                    tx.execute(f"explain {self._statements['store_token']}", self._params(UUID(int=0), "", _NO_TOKENS))
+                    self._permitted = True
+            finally:
+                self._database.rollback()
+
+    def store(self, question: Question, tokens: Tokens) -> Reason | None:
+        """Replace the tokens if the stored refresh token is the one that was used; returns why not.
 
         Tries for 20 s what may succeed later: the token that it replaces is used up.
         """
-        params = {
-            "account_id": question.account_id,
-            "old_refresh_token": question.refresh_token,
-            "access_token": tokens.access_token,
-            "refresh_token": tokens.refresh_token,
-            "expires": tokens.expires,
-            "expires_in": tokens.expires_in,
-            "zone": self._zone,
-        }
+        params = self._params(question.account_id, question.refresh_token, tokens)
 
-        def attempt() -> bool:
+        def attempt() -> Reason | None:
             try:
-                stored = self._database.begin().first(self._statement, params) is not None
-                self._database.commit()
+                tx = self._database.begin()
+                if tx.first(self._statements["store_token"], params) is not None:
+                    self._database.commit()
+                    return None
+                if tx.first(self._statements["same_token"], params) is None:
+                    self._database.rollback()
+                    return Reason.TOKEN_CHANGED
+            except psycopg.Error as error:
+                self._database.close()
+                if not postgres.is_data_error(error):
+                    raise
+                return self._lose(question, postgres.describe(error))
             except BaseException:
                 self._database.close()
                 raise
-            return stored
+            self._database.rollback()
+            return self._lose(question, UPDATE_SUPPRESSED)
 
         retrying = Retrying(
             retry=retry_if_exception(_may_pass),
@@ -179,6 +223,21 @@ class _Store:
         )
         with self._turn:
             return retrying(attempt)
+
+    def _lose(self, question: Question, reason: str) -> Reason:
+        self._refuse(Failed(question.installation_id, reason))
+        return Reason.TOKEN_LOST
+
+    def _params(self, account_id: UUID, used: str, tokens: Tokens) -> dict[str, object]:
+        return {
+            "account_id": account_id,
+            "old_refresh_token": used,
+            "access_token": tokens.access_token,
+            "refresh_token": tokens.refresh_token,
+            "expires": tokens.expires,
+            "expires_in": tokens.expires_in,
+            "zone": self._zone,
+        }
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ Without `--verify-portal` a batch is one transaction, the third of these. With i
 A crash before the claim's commit leaves nothing. After it, until the apply's commit, it leaves leases, which run out by
 themselves; the next run asks again. Between the OAuth server's answer and the token store's commit it leaves a token
 that is used up: the next run finds the lease of a run that died, calls it "unclear: TOKEN_LOST" and changes nothing.
+A run that fails or is stopped gives its leases back, but for those whose renewal has no answer or was not stored.
 During the apply it leaves all or nothing, never one row of a pair; a rerun finds applied pairs done.
 
 A failing write (a trigger or a constraint of the application) is isolated by halving the batch under savepoints; the
@@ -90,8 +91,8 @@ class Overridden:
 class Progress:
     """The counts of the run so far, and what was found for the batch that is next.
 
-    `findings`: by installation; None for one that needs no answer, because its rows are in disorder. `passed`: what
-    this run has looked at, and does not look at again.
+    `findings`: by installation; None for one that needs no answer, because its rows are in disorder. `refused`: new
+    tokens that PostgreSQL did not take. `passed`: what this run has looked at, and does not look at again.
     """
 
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class Progress:
     failed: tuple[Failed, ...] = ()
     not_swept: tuple[NotSwept, ...] = ()
     findings: Mapping[UUID, Finding | None] = field(default_factory=dict)
+    refused: tuple[Failed, ...] = ()
     claimed: frozenset[UUID] = frozenset()
     passed: frozenset[UUID] = frozenset()
     batches: int = 0
@@ -167,7 +169,7 @@ class Sweep:
             limit=options.batch_size,
             dry_run=options.dry_run,
         )
-        return replace(before, findings=found.findings, claimed=found.claimed)
+        return replace(before, findings=found.findings, claimed=found.claimed, refused=found.refused)
 
     def batch(self, tx: Transaction, run: Run, options: Options, before: Progress) -> Progress:
         """Apply what is known to a batch of stale installations."""
@@ -184,11 +186,13 @@ class Sweep:
         owner = run.id if self._claims is not None and not options.dry_run else None
         decisions = self._decide(tx, options.policy, findings, owner, tally)
         audit = sweep_audit.Audit(run.id, tx.now, zone, run.traceparent)
-        written, failed = write(tx, statements["write"], audit, decisions)
+        written, unwritten = write(tx, statements["write"], audit, decisions)
+        failed = (*before.refused, *unwritten)
         overridden = () if before.batches else self._note_overridden(tx, audit)
         tally["unasked_count"] += len(taken - findings.keys())
-        if owner is not None:
-            tx.execute(statements["give_back"], {"run_id": run.id})
+        if self._claims is not None and owner is not None:
+            unsettled = array_literal(list(self._claims.unsettled))
+            tx.execute(statements["give_back"], {"run_id": owner, "unsettled": unsettled})
         for decision in written:
             tally["checked_count"] += 1
             tally[f"{decision.outcome}_count"] += 1
@@ -203,9 +207,10 @@ class Sweep:
             decisions=(before.decisions + tuple(written))[:_LISTED],
             latest=tuple(written),
             overridden=before.overridden + overridden,
-            failed=(before.failed + tuple(failed))[:_LISTED],
+            failed=(before.failed + failed)[:_LISTED],
             not_swept=self._not_swept(tx, options, {d.pair.installation_id for d in written}),
             findings={},
+            refused=(),
             claimed=frozenset(),
             passed=passed,
             batches=before.batches + 1,

@@ -16,9 +16,10 @@ from crmctl.sql import load
 def statements(tx: Transaction, settings: Bitrix24Settings) -> dict[str, str]:
     """The sweep's statements with the names of this database's tables in them."""
     raw = load("sweep_installations")
-    return bitrix24_tables.resolve(tx, settings).fill(
+    tables = bitrix24_tables.resolve(tx, settings)
+    return tables.fill(
         raw,
-        due=raw["due"],
+        **tables.fill({name: raw[name] for name in ("due", "elsewhere")}),
         topic=INSTALLATION_MARKED_STALE.topic,
         aggregate_type=INSTALLATION_MARKED_STALE.aggregate_type,
         contract_version=str(INSTALLATION_MARKED_STALE.contract_version),

@@ -16,11 +16,13 @@ from crmctl.jobs.sweep_audit import LABEL, Audit
 
 # Decisions in one statement: more of them would cost memory, not time.
 _WINDOW: Final = 500
+# What stands for PostgreSQL's message where a trigger skips the row without one.
+UPDATE_SUPPRESSED: Final = "UPDATE_SUPPRESSED"
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A pair whose change PostgreSQL refused, and what it said."""
+    """A pair of which PostgreSQL refused a change, and what it said."""
 
     installation_id: UUID
     reason: str
@@ -63,7 +65,7 @@ def _write_window(
         if isinstance(error, psycopg.Error) and not is_data_error(error):
             raise
         if len(decisions) == 1:
-            reason = describe(error) if isinstance(error, psycopg.Error) else "UPDATE_SUPPRESSED"
+            reason = describe(error) if isinstance(error, psycopg.Error) else UPDATE_SUPPRESSED
             return _leave(tx, statement, audit, decisions[0], reason)
     middle = len(decisions) // 2
     written, failed = _write_window(tx, statement, audit, decisions[:middle])

@@ -1,7 +1,7 @@
 -- `crmctl installations sweep`. {installations}, {accounts}, {journal} and the token's columns stand for the names
--- of bitrix24-php-lib's tables and columns in this database (adapters/bitrix24_tables.py); {due} for the block of that
--- name. The library's `_utc` columns hold PHP's default time zone, %(zone)s. It has no index on the status: the
--- queue is a scan of the installations.
+-- of bitrix24-php-lib's tables and columns in this database (adapters/bitrix24_tables.py); {due} and {elsewhere} for
+-- the blocks of these names. The library's `_utc` columns hold PHP's default time zone, %(zone)s. It has no index on
+-- the status: the queue is a scan of the installations.
 
 -- name: due
 -- Which installations a run may take: new, older than the TTL, not claimed by another run, and their next look is
@@ -31,11 +31,10 @@ limit %(limit)s
 -- Claims are made one after the other, so that each sees the leases of the one before.
 select pg_advisory_xact_lock(%(lock)s)
 
--- name: claim
--- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
--- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
--- twice as fast.
-with busy as materialized (
+-- name: elsewhere
+-- Portals that other runs are asking now, and those that they asked within the last second. The second is a scan of
+-- the checks, as the queue is one of the installations.
+busy as materialized (
     select lower(btrim(a.domain_url)) as domain
     from crm.installation_checks c
     join {installations} i on i.id = c.installation_id
@@ -43,6 +42,20 @@ with busy as materialized (
     where c.claimed_by is not null
         and c.claimed_until > now()
 ),
+recent as materialized (
+    select lower(btrim(a.domain_url)) as domain
+    from crm.installation_checks c
+    join {installations} i on i.id = c.installation_id
+    join {accounts} a on a.id = i.bitrix_24_account_id
+    where c.last_checked_at > now() - interval '1 second'
+        and c.run_id <> %(run_id)s
+)
+
+-- name: claim
+-- The same queue for a run that asks portals: locks the rows, passes by those that others hold, and leaves a lease
+-- that other runs respect. Portals that another run is asking now are passed by as well: two runs would ask them
+-- twice as fast. A token is at risk where a run died that had claimed it, unless it was known to be invalid before.
+with {elsewhere},
 candidate as materialized (
     select i.id, c.claimed_until is not null as died_before
     from {installations} i
@@ -65,8 +78,9 @@ claimed as (
     returning c.installation_id, c.reason
 )
 select i.id as installation_id,
-       k.died_before,
-       d.reason is not distinct from 'TOKEN_LOST' as token_lost_before,
+       d.reason is not distinct from 'TOKEN_LOST'
+           or (k.died_before and d.reason is distinct from 'TOKEN_INVALID') as token_at_risk,
+       lower(btrim(coalesce(a.domain_url, ''))) in (select r.domain from recent r) as asked_lately,
        a.id as account_id,
        a.member_id,
        a.domain_url,
@@ -81,9 +95,10 @@ order by i.created_at_utc, i.id
 
 -- name: look
 -- What a dry run asks by: the same queue and columns, and nothing written.
+with {elsewhere}
 select i.id as installation_id,
-       false as died_before,
-       c.reason is not distinct from 'TOKEN_LOST' as token_lost_before,
+       false as token_at_risk,
+       lower(btrim(coalesce(a.domain_url, ''))) in (select r.domain from recent r) as asked_lately,
        a.id as account_id,
        a.member_id,
        a.domain_url,
@@ -94,6 +109,7 @@ from {installations} i
 left join crm.installation_checks c on c.installation_id = i.id
 left join {accounts} a on a.id = i.bitrix_24_account_id
 where {due}
+    and lower(btrim(coalesce(a.domain_url, ''))) not in (select b.domain from busy b)
 order by c.next_check_at nulls first, i.created_at_utc, i.id
 limit %(limit)s
 
@@ -108,6 +124,13 @@ set {access_token} = %(access_token)s,
 where a.id = %(account_id)s
     and a.{refresh_token} = %(old_refresh_token)s
 returning a.id
+
+-- name: same_token
+-- Whether a token that could not be replaced is still the stored one: if so, a trigger kept it. By primary key.
+select a.id
+from {accounts} a
+where a.id = %(account_id)s
+    and a.{refresh_token} = %(old_refresh_token)s
 
 -- name: lock_installations
 -- The installations of a batch, in id order; those that another session holds are passed by.
@@ -278,11 +301,13 @@ select (select count(*) from moved_installation) as moved_installations,
        (select count(*) from decision d where d.outcome <> 'left') as expected
 
 -- name: give_back
--- Gives up what is left of a run's claims. By ix_installation_checks_claimed_by.
+-- Gives up what is left of a run's claims, but for those whose tokens may be used up: a claim that runs out tells
+-- the next run of it. By ix_installation_checks_claimed_by.
 update crm.installation_checks c
 set claimed_until = null,
     claimed_by = null
 where c.claimed_by = %(run_id)s
+    and c.installation_id <> all(%(unsettled)s::uuid[])
 
 -- name: find_overridden
 -- Installations that the sweep had moved and that are active again: a finish step that had read them before our
