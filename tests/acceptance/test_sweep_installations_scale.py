@@ -27,10 +27,11 @@ def connection(database: Database) -> psycopg.Connection[Any]:
     return connection
 
 
+pytestmark = pytest.mark.chaos
+
 _INSTALLATIONS, _PORTALS = (10_000, 3_000) if CHAOS_FULL else (1_000, 300)
 
 
-@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("how", "args"), [("one batch", ["--batch-size", str(_INSTALLATIONS)]), ("batches of 100", ["--drain"])]
 )
