@@ -1,8 +1,9 @@
 """The figures by which crmctl's queues are judged: read once, shown by `status` and `doctor`, exported as metrics."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
@@ -10,6 +11,8 @@ from confluent_kafka.admin import AdminClient
 from crmctl.adapters import groups
 from crmctl.adapters.postgres import Transaction
 from crmctl.domain.bookings import PHASES, Phase
+from crmctl.domain.databases import DatabaseName
+from crmctl.domain.jobs import NAMES
 from crmctl.jobs import job_pauses
 from crmctl.sql import load
 
@@ -79,9 +82,10 @@ class DeferredFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """One job: its pause, and when it last committed a batch and last failed."""
+    """One job in one database: its pause, and when it last committed a batch and last failed."""
 
     job: str
+    database: DatabaseName
     paused: bool
     paused_by: str | None
     paused_at: datetime | None
@@ -131,9 +135,9 @@ def deferred(tx: Transaction) -> DeferredFigures:
     return DeferredFigures(**tx.one(STATEMENTS["deferred"]))
 
 
-def jobs(tx: Transaction) -> list[JobFigures]:
-    """Read every job's pause and its last runs."""
-    rows: list[dict[str, Any]] = job_pauses.query(tx)["jobs"]
+def jobs(tx: Transaction, names: Sequence[str] = NAMES, database: DatabaseName = DatabaseName.MAIN) -> list[JobFigures]:
+    """Read the pauses of the jobs that run in this database, and their last runs."""
+    rows = job_pauses.query(tx, names, database)
     return [JobFigures(**{name: value for name, value in row.items() if name != "command"}) for row in rows]
 
 
