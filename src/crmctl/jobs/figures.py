@@ -1,5 +1,6 @@
 """The figures by which crmctl's queues are judged: read once, shown by `status` and `doctor`, exported as metrics."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -139,6 +140,20 @@ def jobs(tx: Transaction, names: Sequence[str] = NAMES, database: DatabaseName =
     """Read the pauses of the jobs that run in this database, and their last runs."""
     rows = job_pauses.query(tx, names, database)
     return [JobFigures(**{name: value for name, value in row.items() if name != "command"}) for row in rows]
+
+
+def oldest_prunable_seconds(tx: Transaction, names: Sequence[str]) -> float:
+    """The age of the oldest run record that prune will delete one day, or 0."""
+    return float(tx.one(STATEMENTS["prunable"], {"jobs": list(names)})["oldest_prunable_seconds"])
+
+
+def oldest_unread_seconds(reader: Consumer, topic: str, places: Sequence[PartitionFigures]) -> float:
+    """The age by Kafka's timestamp of the oldest record that the group has not read, or 0; `reader` never joins it."""
+    unread = {
+        place.partition: max(place.committed_offset or 0, place.log_start_offset) for place in places if place.lag
+    }
+    stamps = groups.timestamps(reader, topic, unread) if unread else {}
+    return max(0.0, time.time() - min(stamps.values()) / 1000) if stamps else 0.0
 
 
 def partitions(client: AdminClient, reader: Consumer, topic: str) -> list[PartitionFigures]:
