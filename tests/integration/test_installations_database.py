@@ -186,6 +186,15 @@ def test_prune_deletes_there(world: World) -> None:
     assert scalar(world.portals.connect(), "select count(*) from crm.outbox_messages") == 0
 
 
+def test_its_relay_and_its_prune_need_no_other_database(world: World) -> None:
+    """Their Secret has one address."""
+    for command in (("outbox", "relay"), ("prune",)):
+        done = run_crmctl(*command, "--database", "installations", "-o", "json", env=world.env)
+        assert done.exit_code == 0, done.stderr
+    missing = run_crmctl("prune", "-o", "json", env=world.env)
+    assert (missing.exit_code, "CRMCTL_DATABASE_URL" in missing.json["error"]["hint"]) == (78, True)
+
+
 class TestRoles:
     def test_are_granted_there(self, world: World) -> None:
         roles = Roles.make(world.portals)
