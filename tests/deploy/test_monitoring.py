@@ -197,6 +197,14 @@ def test_prune_is_told_to_have_failed_when_two_nights_have_left_what_it_should_d
     assert timedelta(seconds=int(limit)) == age + timedelta(days=2)
 
 
+def test_only_the_file_that_a_consumer_as_a_cronjob_leaves_out_looks_at_the_consumer_s_own_figures() -> None:
+    for file in RULE_FILES:
+        (manifest,) = documents(file)
+        expressions = [rule["expr"] for group in manifest["spec"]["groups"] for rule in group["rules"]]
+        if file.stem != "consumer":
+            assert metrics_in(" ".join(expressions)) <= EXPORTER_METRICS.keys(), file.name
+
+
 def test_the_label_job_of_our_metrics_survives_the_scrape() -> None:
     monitors = {d["metadata"]["name"]: d["spec"] for d in documents(MONITORING / "pod-monitors.yaml")}
     (endpoint,) = monitors["crmctl-serve-metrics"]["podMetricsEndpoints"]

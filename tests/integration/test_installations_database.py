@@ -9,6 +9,7 @@ from psycopg import sql
 
 from crmctl.dev import bitrix24_tables
 from crmctl.dev.postgres import PostgresServer
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.grants import Kind
 from crmctl.domain.jobs import NAMES
 from tests.chat_status_support import metric
@@ -174,6 +175,15 @@ def test_one_database_under_both_names_is_one(world: World) -> None:
     same = world.main.url
     assert world.run("jobs", "pause", "--all", "--reason", REASON, url=same)["paused"] == sorted(NAMES)
     assert [row["job"] for row in world.run("jobs", "list", url=same)["jobs"]] == list(NAMES)
+
+
+@pytest.mark.parametrize("which", DatabaseName)
+def test_a_login_that_is_refused_names_the_setting_that_it_came_from(world: World, which: DatabaseName) -> None:
+    wrong = psycopg.conninfo.make_conninfo(world.main.url, password="hunter2")
+    result = run_crmctl("jobs", "list", "-o", "json", database=world.main, env=world.env | {which.setting: wrong})
+    assert result.exit_code == 78
+    assert f"check {which.setting} " in result.json["error"]["hint"]
+    assert "hunter2" not in result.stdout + result.stderr
 
 
 def test_prune_deletes_there(world: World) -> None:

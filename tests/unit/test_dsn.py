@@ -7,8 +7,6 @@ from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import CrmctlError
 from crmctl.settings import DatabaseSettings
 
-REFUSED = 'connection to server at "h" failed: FATAL:  password authentication failed for user "u"'
-
 
 @pytest.mark.parametrize("database", DatabaseName)
 @pytest.mark.parametrize(
