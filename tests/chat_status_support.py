@@ -222,7 +222,7 @@ def hour_ago_ms() -> int:
 
 def metric(exposition: str, name: str, **labels: str) -> float | None:
     """The value of one sample of a /metrics page; None where there is none."""
-    shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    shown = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
     found = re.search(rf"^{re.escape(name + ('{' + shown + '}' if shown else ''))} (\S+)$", exposition, re.MULTILINE)
     return None if found is None else float(found[1])
 

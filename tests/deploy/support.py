@@ -14,7 +14,7 @@ from crmctl.cli.app import app
 ROOT: Final = Path(__file__).parents[2]
 CRONJOBS: Final = ROOT / "deploy" / "cronjobs"
 MONITORING: Final = ROOT / "deploy" / "monitoring"
-OVERLAYS: Final = ("dev", "production", "consumer-as-cronjob")
+OVERLAYS: Final = ("dev", "production", "consumer-as-cronjob", "installations-database")
 
 Document = dict[str, Any]
 
@@ -24,15 +24,17 @@ EXPORTER_METRICS: Final[Mapping[str, frozenset[str]]] = {
     "crm_bookings_oldest_due_seconds": frozenset({"phase"}),
     "crm_bookings_poison": frozenset(),
     "crm_bookings_never_expire": frozenset(),
-    "crm_outbox_pending": frozenset(),
-    "crm_outbox_held": frozenset(),
-    "crm_outbox_oldest_unpublished_seconds": frozenset(),
-    "crm_job_last_success_timestamp_seconds": frozenset({"job"}),
-    "crm_job_last_failure_timestamp_seconds": frozenset({"job"}),
-    "crm_job_paused": frozenset({"job"}),
+    "crm_outbox_pending": frozenset({"database"}),
+    "crm_outbox_held": frozenset({"database"}),
+    "crm_outbox_oldest_unpublished_seconds": frozenset({"database"}),
+    "crm_job_last_success_timestamp_seconds": frozenset({"job", "database"}),
+    "crm_job_last_failure_timestamp_seconds": frozenset({"job", "database"}),
+    "crm_job_paused": frozenset({"job", "database"}),
+    "crm_prunable_oldest_seconds": frozenset({"database"}),
     "crm_chat_status_deferred": frozenset(),
     "crm_chat_status_oldest_deferred_seconds": frozenset(),
     "crm_chat_status_group_lag_messages": frozenset({"partition"}),
+    "crm_chat_status_group_lag_seconds": frozenset(),
     "crm_chat_status_retention_headroom_messages": frozenset({"partition"}),
     "crm_chat_status_dlq_open": frozenset(),
     "crm_installations_stale": frozenset(),

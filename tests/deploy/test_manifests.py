@@ -1,5 +1,6 @@
 """The manifests are what Kubernetes takes: its own schemas, strictly, as written and as kustomize renders them."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.support import CRONJOBS, MONITORING, OVERLAYS, Document, documents, is_manifest, plain_manifests, tool
+from tests.deploy.support import (
+    CRONJOBS,
+    MONITORING,
+    OVERLAYS,
+    Document,
+    documents,
+    is_manifest,
+    plain_manifests,
+    tool,
+    workload,
+)
 
 # The oldest release that has all that we use (podFailurePolicy, unhealthyPodEvictionPolicy), and the newest one.
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
@@ -86,8 +97,44 @@ def test_the_consumer_is_either_a_deployment_or_a_cronjob() -> None:
         ]
         for overlay in OVERLAYS
     }
-    assert sorted(kinds["production"]) == sorted(kinds["dev"]) == ["Deployment", "PodDisruptionBudget"]
+    for overlay in ("production", "dev", "installations-database"):
+        assert sorted(kinds[overlay]) == ["Deployment", "PodDisruptionBudget"]
     assert kinds["consumer-as-cronjob"] == ["CronJob"]
+
+
+def test_a_system_without_bitrix24_has_no_sweep_and_no_way_to_the_portals(tmp_path: Path) -> None:
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(CRONJOBS / "overlays" / "production", tmp_path)],
+        "components": [os.path.relpath(CRONJOBS / "components" / "without-bitrix24", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+
+    def named(directory: Path) -> set[tuple[str, str]]:
+        return {(d["kind"], d["metadata"]["name"]) for d in render(directory)}
+
+    assert named(CRONJOBS / "overlays" / "production") - named(tmp_path) == {
+        ("CronJob", "sweep-installations"),
+        ("ServiceAccount", "sweep-installations"),
+        ("NetworkPolicy", "to-portals"),
+    }
+
+
+def test_a_sweep_that_asks_no_portal_needs_no_credentials() -> None:
+    """A Secret that is not there, and not optional, keeps a pod from starting."""
+    for overlay in OVERLAYS:
+        for document in render(CRONJOBS / "overlays" / overlay):
+            if document["kind"] == "CronJob" and document["metadata"]["name"] == "sweep-installations":
+                found = workload(document)
+                assert found is not None
+                (volume,) = found.pod["volumes"]
+                (credentials,) = (
+                    source["secret"]
+                    for source in volume["projected"]["sources"]
+                    if source["secret"]["name"] == "crmctl-bitrix24"
+                )
+                assert credentials.get("optional", False) == ("--verify-portal" not in found.container["args"])
 
 
 def test_every_manifest_of_the_base_is_in_its_kustomization() -> None:

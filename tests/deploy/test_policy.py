@@ -8,6 +8,8 @@ import pytest
 
 from crmctl import __version__
 from crmctl.cli.exits import Exit
+from crmctl.domain.databases import DatabaseName
+from crmctl.domain.jobs import JOBS, names_in
 from crmctl.domain.times import parse_duration
 from crmctl.settings import DatabaseSettings, Settings
 from tests.deploy.support import (
@@ -73,6 +75,8 @@ def test_there_is_something_to_look_at() -> None:
         "sweep-installations",
         "prune",
         "consume-chat-status",
+        "relay-outbox-installations",
+        "prune-installations",
     }
     assert {w.name for w in DEPLOYMENTS} == {"consume-chat-status", "serve-metrics"}
 
@@ -99,7 +103,7 @@ def test_the_schedule_has_five_valid_fields_and_no_macro(work: Workload) -> None
         found = re.fullmatch(r"(?:\*|(\d+)(?:-(\d+))?)(?:/(\d+))?", text)
         assert found, text
         assert all(low <= int(number) <= high for number in found.groups()[:2] if number)
-    every_minute = {"expire-bookings", "relay-outbox", "consume-chat-status"}
+    every_minute = {"expire-bookings", "relay-outbox", "consume-chat-status", "relay-outbox-installations"}
     assert (schedule == "* * * * *") == (work.name in every_minute)
 
 
@@ -212,13 +216,17 @@ def test_the_settings_of_base_and_overlays_exist_are_valid_and_hold_no_secret(mo
             Settings()
 
 
+def secrets_of(work: Workload) -> list[str]:
+    return [source["secret"]["name"] for volume in work.pod["volumes"] for source in volume["projected"]["sources"]]
+
+
 @every_workload
 def test_a_workload_has_a_database_secret_and_an_account_of_its_own(work: Workload) -> None:
     (volume,) = work.pod["volumes"]
-    secrets = [source["secret"]["name"] for source in volume["projected"]["sources"]]
+    secrets = secrets_of(work)
     databases = [name for name in secrets if name.startswith("crmctl-database-")]
     assert len(databases) == 1
-    shared = {w.name for w in ALL if databases[0] in str(w.pod["volumes"])}
+    shared = {w.name for w in ALL if databases[0] in secrets_of(w)}
     assert shared == {work.name}
     (mount,) = work.container["volumeMounts"]
     assert mount == {"name": volume["name"], "mountPath": "/etc/crmctl/secrets", "readOnly": True}
@@ -229,7 +237,7 @@ def test_a_workload_has_a_database_secret_and_an_account_of_its_own(work: Worklo
 
 
 def test_every_service_account_is_somebody_s_and_has_no_token() -> None:
-    accounts = documents(CRONJOBS / "base" / "service-accounts.yaml")
+    accounts = [manifest for _, manifest in plain_manifests() if manifest["kind"] == "ServiceAccount"]
     assert {account["metadata"]["name"] for account in accounts} == {w.name for w in ALL}
     assert all(account["automountServiceAccountToken"] is False for account in accounts)
 
@@ -318,9 +326,24 @@ def test_a_patch_changes_only_what_the_base_has() -> None:
                     leaves()[path].make_context(path, list(options))
 
 
+def test_the_database_of_the_installations_has_every_job_that_runs_there() -> None:
+    """The sweep finds it by itself; the others are told."""
+    commands = {job.name: job.command for job in JOBS}
+    there = [w for w in ALL if "installations" in w.container["args"]]
+    run = {command_of(w.container["args"])[0] for w in there}
+    assert run == {commands[name] for name in names_in(DatabaseName.INSTALLATIONS, tuple(DatabaseName))}
+    page = (ROOT / "deploy" / "README.md").read_text()
+    needing = {name for w in there for name in secrets_of(w) if name.startswith("crmctl-database-")}
+    for secret in {*needing, "crmctl-database-readonly"}:
+        (keys,) = re.findall(rf"^ *\| `{secret}` \| (.+?) \|", page, re.MULTILINE)
+        assert "crmctl_installations_database_url" in keys, secret
+
+
 @every_workload
 def test_a_workload_has_its_runbook(work: Workload) -> None:
-    assert (ROOT / "runbooks" / f"{work.name}.md").is_file()
+    command = command_of(work.container["args"])[0]
+    page = next((job.name for job in JOBS if job.command == command), work.name)
+    assert (ROOT / "runbooks" / f"{page}.md").is_file()
 
 
 def test_every_command_has_a_manifest_or_a_stated_reason() -> None:

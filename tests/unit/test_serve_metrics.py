@@ -65,6 +65,22 @@ def test_a_source_that_fails_loses_its_series_and_the_others_stay() -> None:
     assert "b 7.0" in text
 
 
+def test_a_figure_of_two_databases_is_one_family() -> None:
+    def of(database: str) -> Callable[[], list[Metric]]:
+        def read() -> list[Metric]:
+            family = GaugeMetricFamily("a", "a", labels=["database"])
+            family.add_metric([database], 1)
+            return [family]
+
+        return read
+
+    exporter = Exporter({"database": of("main"), "installations": of("installations")}, LOG, max_age=0)
+    for _ in range(2):
+        text = page(exporter)
+        assert text.count("# TYPE a gauge") == 1
+        assert text.count('a{database="main"} 1.0') == text.count('a{database="installations"} 1.0') == 1
+
+
 def test_a_source_that_hangs_is_given_up_and_not_asked_twice() -> None:
     released, asked = threading.Event(), []
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from psycopg import errors
+from psycopg.rows import DictRow
 
 from crmctl.adapters.postgres import Transaction
 from crmctl.domain.errors import ConfigurationError
@@ -71,21 +72,19 @@ class Tables:
         return {name: text.format(**self.names, **fragments) for name, text in statements.items()}
 
 
+def exist(tx: Transaction, settings: Bitrix24Settings) -> bool:
+    """Whether any of the tables is there: where none is, nobody uses Bitrix24. Raises ConfigurationError."""
+    return any(_look_up(tx, key, table)["name"] is not None for key, table in _tables(settings).items())
+
+
 def resolve(tx: Transaction, settings: Bitrix24Settings) -> Tables:
     """Look the tables up, through the search path unless a setting names the schema.
 
     Raises ConfigurationError for a table or a column that is not there, and for an unknown time zone.
     """
     names: dict[str, str] = {}
-    for key, table in (
-        ("installations", settings.installations_table),
-        ("accounts", settings.accounts_table),
-        ("journal", settings.journal_table),
-    ):
-        try:
-            found = tx.one(STATEMENTS["table"], {"table": table})
-        except (errors.SyntaxError, errors.InvalidName, errors.FeatureNotSupported):
-            raise ConfigurationError(f"{table!r} is no table name", hint=f"set {_variable(key)}") from None
+    for key, table in _tables(settings).items():
+        found = _look_up(tx, key, table)
         if found["name"] is None:
             raise ConfigurationError(
                 f"there is no table {table} for the role's search path",
@@ -107,6 +106,21 @@ def resolve(tx: Transaction, settings: Bitrix24Settings) -> Tables:
             f"PostgreSQL knows no time zone {settings.php_timezone!r}", hint="set CRMCTL_BITRIX24__PHP_TIMEZONE"
         ) from None
     return Tables(names)
+
+
+def _tables(settings: Bitrix24Settings) -> dict[str, str]:
+    return {
+        "installations": settings.installations_table,
+        "accounts": settings.accounts_table,
+        "journal": settings.journal_table,
+    }
+
+
+def _look_up(tx: Transaction, key: str, table: str) -> DictRow:
+    try:
+        return tx.one(STATEMENTS["table"], {"table": table})
+    except (errors.SyntaxError, errors.InvalidName, errors.FeatureNotSupported):
+        raise ConfigurationError(f"{table!r} is no table name", hint=f"set {_variable(key)}") from None
 
 
 def _token_columns(table: str, columns: list[str]) -> dict[str, str]:

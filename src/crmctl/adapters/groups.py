@@ -103,7 +103,10 @@ def move(client: AdminClient, group: str, topic: str, to: Mapping[int, int]) -> 
 
 
 def timestamps(consumer: Consumer, topic: str, at: Mapping[int, int]) -> dict[int, int]:
-    """Kafka's timestamps (ms) of the first records at or after the given offsets; without joining the group."""
+    """Kafka's timestamps (ms) of the first records at or after the given offsets; without joining the group.
+
+    The consumer has nothing assigned afterwards, and may be used again.
+    """
     found: dict[int, int] = {}
     try:
         consumer.assign([TopicPartition(topic, number, offset) for number, offset in at.items()])
@@ -115,7 +118,7 @@ def timestamps(consumer: Consumer, topic: str, at: Mapping[int, int]) -> dict[in
     except KafkaException as error:
         raise kafka.unavailable(error.args[0]) from None
     finally:
-        consumer.close()
+        consumer.unassign()
     return found
 
 

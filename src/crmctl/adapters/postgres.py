@@ -16,6 +16,7 @@ import psycopg
 from psycopg import conninfo
 from psycopg.rows import DictRow, dict_row
 
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import (
     ConfigurationError,
     CrmctlError,
@@ -73,8 +74,21 @@ _LIBPQ_DEFAULTS: Final = {
 }
 
 
+class Dsn(str):
+    """A connection string that knows which setting it came from: an error names that, and quotes nothing of it."""
+
+    setting: str
+
+    def __new__(cls, text: str, setting: str = DatabaseName.MAIN.setting) -> "Dsn":
+        """The string, and the setting that an error should name."""
+        dsn = super().__new__(cls, text)
+        dsn.setting = setting
+        return dsn
+
+
 def connect(dsn: str, settings: DatabaseSettings, *, application_name: str) -> psycopg.Connection[DictRow]:
     """Connect, or raise ConfigurationError (the DSN or the credentials), TryAgainError or UnavailableError."""
+    dsn = dsn if isinstance(dsn, Dsn) else Dsn(dsn)
     parsed = parse_dsn(dsn)
     options = {
         **_LIBPQ_DEFAULTS,
@@ -85,12 +99,12 @@ def connect(dsn: str, settings: DatabaseSettings, *, application_name: str) -> p
     try:
         return psycopg.connect(**options, row_factory=dict_row, prepare_threshold=None)
     except psycopg.Error as error:
-        raise _connect_error(error, parsed) from None
+        raise _connect_error(error, parsed, dsn.setting) from None
     except UnicodeError:
-        raise ConfigurationError("CRMCTL_DATABASE_URL names a host that cannot be one") from None
+        raise ConfigurationError(f"{dsn.setting} names a host that cannot be one") from None
 
 
-def parse_dsn(dsn: str) -> dict[str, Any]:
+def parse_dsn(dsn: Dsn) -> dict[str, Any]:
     """Split a DSN into libpq's options. Raises ConfigurationError without quoting any of it.
 
     A password with an unescaped `@`, `/` or `%` makes libpq see its tail as a host, a port or a database name,
@@ -100,7 +114,7 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
     try:
         parsed = conninfo.conninfo_to_dict(dsn)
     except (psycopg.Error, UnicodeEncodeError):
-        raise ConfigurationError("CRMCTL_DATABASE_URL is not a valid PostgreSQL DSN", hint=hint) from None
+        raise ConfigurationError(f"{dsn.setting} is not a valid PostgreSQL DSN", hint=hint) from None
     ports = str(parsed.get("port") or "").split(",")
     suspicious = (
         "@" in str(parsed.get("host") or "")
@@ -109,19 +123,18 @@ def parse_dsn(dsn: str) -> dict[str, Any]:
     )
     if suspicious or not dsn.strip():
         raise ConfigurationError(
-            "CRMCTL_DATABASE_URL does not name a server: its host, port or database is malformed", hint=hint
+            f"{dsn.setting} does not name a server: its host, port or database is malformed", hint=hint
         )
     return parsed
 
 
-def _connect_error(error: psycopg.Error, parsed: Mapping[str, Any]) -> CrmctlError:
+def _connect_error(error: psycopg.Error, parsed: Mapping[str, Any], setting: str) -> CrmctlError:
     reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if _REFUSED_BY_LIBPQ.search(reason):
         why = reason.rpartition("failed: ")[2]
         named = [name for name in parsed if re.search(rf"\b{name}\b", why)]
         return ConfigurationError(
-            "CRMCTL_DATABASE_URL has a value that libpq refuses"
-            + (f": look at its {', '.join(named)}" if named else ""),
+            f"{setting} has a value that libpq refuses" + (f": look at its {', '.join(named)}" if named else ""),
             hint="PostgreSQL's documentation of libpq lists the options and their values",
         )
     for name in ("password", "sslpassword"):
@@ -132,11 +145,11 @@ def _connect_error(error: psycopg.Error, parsed: Mapping[str, Any]) -> CrmctlErr
     if any(text in reason for text in _REFUSED_BY_SETUP):
         return ConfigurationError(
             f"PostgreSQL refused the connection: {reason}",
-            hint="check CRMCTL_DATABASE_URL and the server's roles",
+            hint=f"check {setting} and the server's roles",
         )
     return UnavailableError(
         f"cannot reach PostgreSQL: {reason}",
-        hint="check that the server runs and CRMCTL_DATABASE_URL names it",
+        hint=f"check that the server runs and {setting} names it",
     )
 
 

@@ -72,6 +72,7 @@ def lag(form: Output = output.Format.TABLE) -> None:
         reader = kafka.consumer(brokers, command.log, group=chat.group)
         database = command.database("crmctl chat-status lag")
         document = job.query(database.begin(read_only=True), client, reader, chat.group, chat.topic)
+        reader.close()
         database.rollback()
         command.report(document, _render_lag)
 

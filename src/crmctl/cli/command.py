@@ -13,10 +13,11 @@ import typer
 
 from crmctl import settings as settings_module
 from crmctl.adapters import postgres
-from crmctl.adapters.postgres import Database
+from crmctl.adapters.postgres import Database, Dsn
 from crmctl.cli import output
 from crmctl.cli.exits import Exit, exit_code
 from crmctl.cli.signals import Interrupts
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import ConfigurationError, CrmctlError, InterruptedRunError, UsageError
 from crmctl.domain.grants import Kind
 from crmctl.jobs import roles
@@ -34,7 +35,8 @@ class Command:
         self._format = form
         self._started = time.monotonic()
         self._settings: Settings | None = None
-        self._database: Database | None = None
+        self._connections: list[Database] = []
+        self._which = DatabaseName.MAIN
         self.interrupts = Interrupts()
         self.log: logs.Log = logs.configure()
         self.committed: Mapping[str, object] | None = None
@@ -50,8 +52,8 @@ class Command:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
         with self.interrupts.deferred():
-            if self._database is not None:
-                self._database.close()
+            for connection in self._connections:
+                connection.close()
             if error is not None and not isinstance(error, typer.Exit):
                 self._fail(error)
 
@@ -79,27 +81,40 @@ class Command:
         """Tell the person something that they need, however quiet the log is set."""
         logs.configure(level="warning", form=self.settings.log_format).warning(message, **fields)
 
-    def dsn(self, settings: Settings | None = None) -> str:
-        """The configured database, or that of other settings. Raises ConfigurationError where there is none."""
-        url = (settings or self.settings).database_url
+    @property
+    def databases(self) -> tuple[DatabaseName, ...]:
+        """The databases that are configured: one, or two if bitrix24-php-lib's tables are in another."""
+        other = self.settings.installations_database_url
+        return (DatabaseName.MAIN,) if other in (None, self.settings.database_url) else tuple(DatabaseName)
+
+    def dsn(self, which: DatabaseName | None = None, *, settings: Settings | None = None) -> Dsn:
+        """Where a database is; by default the one in use. Raises ConfigurationError where none is configured."""
+        settings = settings or self.settings
+        which = which or self._which
+        if which is DatabaseName.INSTALLATIONS and settings.installations_database_url is not None:
+            return Dsn(settings.installations_database_url.get_secret_value(), which.setting)
+        url = settings.database_url
         if url is None:
             raise ConfigurationError(
                 "no database is configured",
                 hint="set CRMCTL_DATABASE_URL, or start a local one with: crmctl dev up",
             )
-        return url.get_secret_value()
+        return Dsn(url.get_secret_value())
+
+    def use_database(self, which: DatabaseName) -> None:
+        """From here on work on this database."""
+        self._which = which
 
     def use_installations_database(self) -> None:
-        """From here on work on the database of bitrix24-php-lib's tables, where it is another one."""
-        url = self.settings.installations_database_url
-        if url is not None:
-            self._settings = self.settings.model_copy(update={"database_url": url})
+        """From here on work on the database of bitrix24-php-lib's tables."""
+        self.use_database(DatabaseName.INSTALLATIONS)
 
     def database(self, application_name: str, **guards: timedelta) -> Database:
-        """The command's database connection, with other guards than the configured ones where given."""
+        """A connection to the database in use, with other guards than the configured ones where given."""
         limits = self.settings.database.model_copy(update=guards)
-        self._database = Database(self.dsn(), limits, application_name=application_name)
-        return self._database
+        connection = Database(self.dsn(), limits, application_name=application_name)
+        self._connections.append(connection)
+        return connection
 
     def report_line(self, document: Mapping[str, Any]) -> None:
         """Print one batch of a run that goes on: one line."""
@@ -143,11 +158,18 @@ class Command:
         if self._explained is not None and self._explained[0] is error:
             return self._explained[1]
         if isinstance(error, psycopg.errors.InsufficientPrivilege) and self.kind is not None:
-            self._explained = error, self._name_missing_grants(error, self.kind)
-            return self._explained[1]
-        if isinstance(error, psycopg.Error):
-            return postgres.translate(error)
-        return error
+            found = self._name_missing_grants(error, self.kind)
+        else:
+            found = postgres.translate(error) if isinstance(error, psycopg.Error) else error
+        if (
+            isinstance(found, CrmctlError)
+            and found.hint
+            and self._settings is not None
+            and self._which in self.databases
+        ):
+            found.hint = self._which.aim(found.hint)
+        self._explained = error, found
+        return found
 
     def _name_missing_grants(self, error: psycopg.Error, kind: Kind) -> BaseException:
         """Say which grants of this command's kind of work the role lacks; PostgreSQL names the table only."""

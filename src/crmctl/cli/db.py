@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import Output
+from crmctl.cli.options import Database, Output
+from crmctl.domain.databases import DatabaseName
 
 app = typer.Typer(help="The database schema.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -19,26 +20,13 @@ class Only(StrEnum):
     BOOKKEEPING = "bookkeeping"
 
 
-class Which(StrEnum):
-    """The values of `--database`."""
-
-    MAIN = "main"
-    INSTALLATIONS = "installations"
-
-
-Database = Annotated[
-    Which,
-    typer.Option(help="`installations`: the one of CRMCTL_INSTALLATIONS_DATABASE_URL, where that is another one."),
-]
-
-
 @app.command()
 def upgrade(
     only: Annotated[
         Only | None,
         typer.Option(help="Only one part; `bookkeeping` where the CRM itself owns the core tables."),
     ] = None,
-    database: Database = Which.MAIN,
+    database: Database = DatabaseName.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Create or upgrade the schema, in one transaction. Safe to run again, and by several at once.
@@ -54,8 +42,7 @@ def upgrade(
     with Command(form) as command:
         from crmctl.adapters import migrations
 
-        if database is Which.INSTALLATIONS:
-            command.use_installations_database()
+        command.use_database(database)
         applied = migrations.upgrade(
             command.dsn(), only=None if only is None else only.value, settings=command.settings.database
         )
@@ -63,7 +50,7 @@ def upgrade(
 
 
 @app.command()
-def check(database: Database = Which.MAIN, form: Output = output.Format.TABLE) -> None:
+def check(database: Database = DatabaseName.MAIN, form: Output = output.Format.TABLE) -> None:
     """Say whether this crmctl fits the database's schema: exit 0, or 78 when it does not.
 
     Its own tables by their revision; the CRM's core tables by columns, types and the four indexes of bookings, whoever
@@ -79,8 +66,7 @@ def check(database: Database = Which.MAIN, form: Output = output.Format.TABLE) -
         from crmctl.cli.exits import Exit
         from crmctl.jobs import check_schema as job
 
-        if database is Which.INSTALLATIONS:
-            command.use_installations_database()
+        command.use_database(database)
         connection = command.database("crmctl db check")
         document = job.query(connection.begin(read_only=True))
         connection.rollback()
@@ -97,6 +83,7 @@ def roles(
         typer.Option(metavar="PREFIX", help="What their names begin with. Default: CRMCTL_DATABASE__ROLE_PREFIX."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")] = False,
+    database: Database = DatabaseName.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Create the least-privilege roles, or bring their grants up to date, in one transaction.
@@ -108,6 +95,7 @@ def roles(
     Examples:
       crmctl db roles --dry-run
       crmctl db roles
+      crmctl db roles --database installations
     """
     from crmctl.cli.command import Command
 
@@ -115,14 +103,15 @@ def roles(
         from crmctl.jobs import roles as job
 
         command.kind = None
-        database = command.database("crmctl db roles")
-        tx = database.begin()
+        command.use_database(database)
+        connection = command.database("crmctl db roles")
+        tx = connection.begin()
         statements = job.plan(tx, prefix or command.settings.database.role_prefix)
         if dry_run:
-            database.rollback()
+            connection.rollback()
         else:
             job.apply(tx, statements)
-            database.commit()
+            connection.commit()
         command.report({"dry_run": dry_run, "statements": statements}, _render_roles)
 
 

@@ -85,7 +85,7 @@ def seed(
 
         settings = load_embedded()
         with postgres.connect(
-            command.dsn(settings), settings.database, application_name="crmctl dev seed"
+            command.dsn(settings=settings), settings.database, application_name="crmctl dev seed"
         ) as connection:
             result = seed(connection, bookings, seed=random_seed)
         command.report(asdict(result), output.fields)

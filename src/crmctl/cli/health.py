@@ -12,8 +12,6 @@ from crmctl.cli import output
 from crmctl.cli.options import Output, duration
 
 if TYPE_CHECKING:
-    from pydantic import SecretStr
-
     from crmctl.cli.command import Command
     from crmctl.domain.health import Check
 
@@ -93,10 +91,12 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
 
     from crmctl.adapters import kafka, postgres
     from crmctl.adapters.bitrix24 import Bitrix24
-    from crmctl.adapters.postgres import Database
+    from crmctl.adapters.postgres import Database, Dsn
     from crmctl.cli.readers import open_letters
     from crmctl.domain import health
+    from crmctl.domain.databases import DatabaseName
     from crmctl.domain.errors import ConfigurationError
+    from crmctl.domain.jobs import names_in
     from crmctl.jobs import examine, examine_database, examine_dead_letters, examine_installations, examine_kafka
 
     try:
@@ -111,11 +111,18 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         why = "the settings cannot be read"
         return [health.failed("settings", error), *(health.skipped(name, why) for name in names)], {}
     limits = settings.database.model_copy(update={"connect_timeout": timedelta(seconds=_CONNECT_SECONDS)})
-    database = examine_database.Look(
-        connect=lambda: postgres.connect(command.dsn(), limits, application_name="crmctl doctor"),
-        prefix=limits.role_prefix,
-        job=job,
-    )
+
+    def database(which: DatabaseName) -> examine_database.Look:
+        return examine_database.Look(
+            connect=lambda: postgres.connect(command.dsn(which), limits, application_name="crmctl doctor"),
+            prefix=limits.role_prefix,
+            job=job,
+            which=which,
+            jobs=names_in(which, command.databases),
+        )
+
+    every = {which: database(which) for which in command.databases}
+    databases = {which: look for which, look in every.items() if job in (None, *look.jobs)}
     brokers = settings.kafka
     cluster = examine_kafka.Look(
         admin=lambda: kafka.admin(brokers, command.log),
@@ -123,17 +130,19 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
         chat=settings.chat_status,
     )
 
-    def connection(url: "SecretStr | None" = None) -> Database:
-        found = url or settings.database_url
-        return Database(found.get_secret_value() if found else "", limits, application_name="crmctl doctor")
+    def connection(which: DatabaseName = DatabaseName.MAIN) -> Database:
+        try:
+            dsn = command.dsn(which)
+        except ConfigurationError:  # `database` says so
+            dsn = Dsn("")
+        return Database(dsn, limits, application_name="crmctl doctor")
 
     bitrix24 = settings.bitrix24.model_copy(update={"request_timeout": timedelta(seconds=_CONNECT_SECONDS)})
     letters = examine_dead_letters.Look(connection(), lambda: open_letters(command, seconds=_CONNECT_SECONDS))
-    portals = examine_installations.Look(
-        connection(settings.installations_database_url), bitrix24, lambda: Bitrix24(bitrix24)
-    )
+    portals = examine_installations.Look(connection(DatabaseName.INSTALLATIONS), bitrix24, lambda: Bitrix24(bitrix24))
+    checked = {DatabaseName.MAIN: examine_database.CHECKS, DatabaseName.INSTALLATIONS: examine_database.SECOND}
     parts = {
-        "database": examine.Part(examine_database.CHECKS),
+        **{f"the {which} database": examine.Part(checked[which], which) for which in databases},
         "kafka": examine.Part(examine_kafka.CHECKS),
         "dead letters": examine.Part(examine_dead_letters.CHECKS),
         "installations": examine.Part(examine_installations.CHECKS),
@@ -141,11 +150,20 @@ def _look(command: "Command", job: str | None = None) -> tuple[list["Check"], di
     looks: dict[str, Callable[[examine.Part], None]] = {
         "dead letters": partial(examine_dead_letters.examine_dead_letters, look=letters),
         "installations": partial(examine_installations.examine_installations, look=portals),
-        "database": partial(examine_database.examine_database, look=database),
+        **{
+            f"the {which} database": partial(examine_database.examine_database, look=look)
+            for which, look in databases.items()
+        },
         "kafka": partial(examine_kafka.examine_kafka, look=cluster),
     }
     checks = examine.examine({name: (part, looks[name]) for name, part in parts.items()})
-    figures = {name: found for part in parts.values() for name, found in dict(part.figures).items()}
+    figures: dict[str, Any] = {"jobs": []}
+    for part in parts.values():
+        found = dict(part.figures)
+        figures["jobs"] += found.pop("jobs", [])
+        if part.database is not DatabaseName.MAIN and "outbox" in found:
+            found["installations_outbox"] = found.pop("outbox")
+        figures |= found
     return [health.ok("settings", "read"), *checks], figures
 
 
@@ -166,7 +184,8 @@ def _status(checks: Iterable["Check"], figures: Mapping[str, Any]) -> dict[str, 
     from crmctl.domain import health
 
     listed = list(checks)
-    broken = [check.name for check in listed if check.error is not None and check.name in ("database", "kafka")]
+    servers = ("database", "database (installations)", "kafka")
+    broken = [check.name for check in listed if check.error is not None and check.name in servers]
     bookings, group = figures.get("bookings"), figures.get("group")
     return {
         "checked_at": datetime.now(UTC),
@@ -174,11 +193,12 @@ def _status(checks: Iterable["Check"], figures: Mapping[str, Any]) -> dict[str, 
         "faults": [check.document() for check in health.faults(listed)],
         "bookings": asdict(bookings) if bookings else None,
         "outbox": asdict(figures["outbox"]) if "outbox" in figures else None,
+        "installations_outbox": asdict(figures["installations_outbox"]) if "installations_outbox" in figures else None,
         "deferred": asdict(figures["deferred"]) if "deferred" in figures else None,
         "group": group.document() if group else None,
         "dead_letters": asdict(figures["dead_letters"]) if "dead_letters" in figures else None,
         "installations": asdict(figures["installations"]) if "installations" in figures else None,
-        "jobs": [asdict(job) for job in figures["jobs"]] if "jobs" in figures else None,
+        "jobs": [asdict(job) for job in figures.get("jobs", ())] or None,
     }
 
 
@@ -194,11 +214,19 @@ def _render_status(document: Mapping[str, Any]) -> str:
     text += "\n" + output.fields(_queues(document))
     if document["jobs"] is not None:
         now = document["checked_at"]
+        elsewhere = any(job["database"] != document["jobs"][0]["database"] for job in document["jobs"])
         jobs = [
-            (job["job"], job["paused"], _age(now, job["last_success_at"]), _age(now, job["last_failure_at"]))
+            (
+                job["job"],
+                *((job["database"],) if elsewhere else ()),
+                job["paused"],
+                _age(now, job["last_success_at"]),
+                _age(now, job["last_failure_at"]),
+            )
             for job in document["jobs"]
         ]
-        text += "\n" + output.table(("job", "paused", "last success", "last failure"), jobs)
+        head = ("job", *(("database",) if elsewhere else ()), "paused", "last success", "last failure")
+        text += "\n" + output.table(head, jobs)
     return text
 
 
@@ -216,6 +244,9 @@ def _queues(document: Mapping[str, Any]) -> dict[str, object]:
     if outbox:
         lines["Outbox: pending, held"] = f"{outbox['pending_count']}, {outbox['held_count']}"
         lines["  oldest message, s"] = round(outbox["oldest_unpublished_seconds"])
+    if other := document["installations_outbox"]:
+        lines["Installations' outbox: pending, held"] = f"{other['pending_count']}, {other['held_count']}"
+        lines["  its oldest message, s"] = round(other["oldest_unpublished_seconds"])
     if group:
         lines["Consumer: members, unread"] = f"{group['members']}, {group['lag_messages']}"
         lines["  oldest record, s"] = round(group["lag_seconds"])

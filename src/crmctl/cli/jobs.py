@@ -1,12 +1,17 @@
 """`crmctl jobs …`: pause, resume, list."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import Output
+from crmctl.cli.options import Databases, Output
+from crmctl.domain.databases import DatabaseName
+
+if TYPE_CHECKING:
+    from crmctl.adapters.postgres import Transaction
+    from crmctl.cli.command import Command
 
 app = typer.Typer(help="The jobs: pause them, let them go on.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,12 +27,14 @@ def pause(
     by: Annotated[
         str | None, typer.Option("--by", metavar="NAME", help="Who pauses it. Default: this user at this host.")
     ] = None,
+    database: Databases = None,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Pause jobs: from their next batch on, every run of them ends at once with exit 0.
 
     A batch that has begun finishes. `--follow` and the consumer stay alive and wait. Nothing is lost: what is due stays
-    due. A job that is paused already keeps its first reason.
+    due. A job that is paused already keeps its first reason. Where bitrix24-php-lib's tables are in a database of
+    their own, the pause is set wherever the job runs; if one of the databases is away, nothing is paused.
 
     \b
     Examples:
@@ -40,20 +47,27 @@ def pause(
     if not reason.strip():
         raise typer.BadParameter("--reason says why, in words")
     with Command(form) as command:
-        from crmctl.domain.grants import Kind
         from crmctl.jobs import job_pauses
 
-        command.kind = Kind.MAINTENANCE
-        names = _names(job, everything)
-        database = command.database("crmctl jobs pause")
-        document = job_pauses.pause(database.begin(), names, reason=reason.strip(), by=by or operator())
-        database.commit()
+        why, who = reason.strip(), by or operator()
+        named = _names(job, everything)
+        paused = _everywhere(
+            command, "pause", named, database, lambda tx, names: job_pauses.pause(tx, names, reason=why, by=who)
+        )
+        document = {
+            "paused": sorted(name for name, new in paused.items() if new),
+            "already_paused": sorted(name for name, new in paused.items() if not new),
+            "reason": why,
+            "paused_by": who,
+        }
         command.report(document, _render_pause)
 
 
 @app.command()
-def resume(job: Names = None, everything: All = False, form: Output = output.Format.TABLE) -> None:
-    """Let paused jobs go on.
+def resume(
+    job: Names = None, everything: All = False, database: Databases = None, form: Output = output.Format.TABLE
+) -> None:
+    """Let paused jobs go on, wherever they run.
 
     \b
     Examples:
@@ -63,39 +77,91 @@ def resume(job: Names = None, everything: All = False, form: Output = output.For
     from crmctl.cli.command import Command
 
     with Command(form) as command:
-        from crmctl.domain.grants import Kind
         from crmctl.jobs import job_pauses
 
-        command.kind = Kind.MAINTENANCE
-        names = _names(job, everything)
-        database = command.database("crmctl jobs resume")
-        document = job_pauses.resume(database.begin(), names)
-        database.commit()
+        resumed = _everywhere(command, "resume", _names(job, everything), database, job_pauses.resume)
+        document = {
+            "resumed": sorted(name for name, had in resumed.items() if had),
+            "not_paused": sorted(name for name, had in resumed.items() if not had),
+        }
         command.report(document, _render_resume)
 
 
 @app.command("list")
-def list_jobs(form: Output = output.Format.TABLE) -> None:
+def list_jobs(database: Databases = None, form: Output = output.Format.TABLE) -> None:
     """List the jobs, their pauses, and when each last did something and last failed.
+
+    A job that runs in two databases has a line for each.
 
     \b
     Example:
       crmctl jobs list -o json
     """
-    from crmctl.cli.run import View, run_query
-    from crmctl.jobs import job_pauses
+    from crmctl.cli.command import Command
 
-    run_query("jobs list", job_pauses.query, View(form, _render_list))
+    with Command(form) as command:
+        from crmctl.domain.jobs import names_in
+        from crmctl.jobs import job_pauses
+
+        rows: list[dict[str, Any]] = []
+        for where in _places(command, database):
+            command.use_database(where)
+            connection = command.database("crmctl jobs list")
+            rows += job_pauses.query(connection.begin(read_only=True), names_in(where, command.databases), where)
+            connection.rollback()
+        command.report({"jobs": rows}, _render_list)
 
 
 def _names(jobs: list[str] | None, everything: bool) -> list[str]:
-    """The jobs that are meant. Raises UsageError for one that is not there, and for none."""
+    """The jobs that are named; none stands for all. Raises UsageError for one that is not there, and for nothing."""
     from crmctl.domain.errors import UsageError
     from crmctl.domain.jobs import NAMES, known
 
     if everything == bool(jobs):
         raise UsageError("name the jobs, or write --all", hint=f"the jobs are {', '.join(NAMES)}")
-    return list(NAMES) if everything else [known(name) for name in dict.fromkeys(jobs or ())]
+    return [known(name) for name in dict.fromkeys(jobs or ())]
+
+
+def _places(command: "Command", database: DatabaseName | None) -> tuple[DatabaseName, ...]:
+    return command.databases if database is None else (database,)
+
+
+def _everywhere(
+    command: "Command",
+    verb: str,
+    named: Sequence[str],
+    database: DatabaseName | None,
+    change: Callable[["Transaction", Sequence[str]], set[str]],
+) -> dict[str, bool]:
+    """Make a change in each database where one of the jobs runs; say of each job whether anything changed.
+
+    Nothing is committed before all of them took it. Raises UsageError for a job that does not run in the one that is
+    named.
+    """
+    from crmctl.domain.errors import UsageError
+    from crmctl.domain.grants import Kind
+    from crmctl.domain.jobs import names_in
+
+    command.kind = Kind.MAINTENANCE
+    places = {where: names_in(where, command.databases) for where in _places(command, database)}
+    if astray := [name for name in named if not any(name in names for names in places.values())]:
+        raise UsageError(
+            f"{astray[0]} does not run in the {database} database", hint="leave --database out: it is found by itself"
+        )
+    changed: dict[str, bool] = {}
+    connections = []
+    for where, names in places.items():
+        here = [name for name in names if not named or name in named]
+        if not here:
+            continue
+        command.use_database(where)
+        connection = command.database(f"crmctl jobs {verb}")
+        connections.append(connection)
+        new = change(connection.begin(), here)
+        changed |= {name: changed.get(name, False) or name in new for name in here}
+    for connection in connections:
+        connection.commit()
+    return changed
 
 
 def _render_pause(document: Mapping[str, Any]) -> str:
@@ -112,4 +178,8 @@ _LIST_COLUMNS = ("job", "paused", "paused_by", "paused_at", "pause_reason", "las
 
 
 def _render_list(document: Mapping[str, Any]) -> str:
-    return output.table(_LIST_COLUMNS, [[row[column] for column in _LIST_COLUMNS] for row in document["jobs"]])
+    rows = document["jobs"]
+    columns = list(_LIST_COLUMNS)
+    if len({row["database"] for row in rows}) > 1:
+        columns.insert(1, "database")
+    return output.table(columns, [[row[column] for column in columns] for row in rows])

@@ -2,14 +2,11 @@
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from crmctl.cli import output
-
-if TYPE_CHECKING:
-    from pydantic import SecretStr
 
 app = typer.Typer(help="Metrics for Prometheus.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -48,28 +45,32 @@ def serve(
         from crmctl.adapters import kafka
         from crmctl.adapters.postgres import Database
         from crmctl.cli.readers import open_letters
+        from crmctl.domain.databases import DatabaseName
         from crmctl.domain.errors import ConfigurationError
+        from crmctl.domain.jobs import names_in
         from crmctl.jobs import serve_metrics as job
         from crmctl.telemetry import metrics
 
         settings, chat = command.settings, command.settings.chat_status
         limits = settings.database.model_copy(update=_GUARDS)
 
-        def database(url: "SecretStr | None" = None) -> Database:
+        def database(which: DatabaseName = DatabaseName.MAIN) -> Database:
             """A connection of its own: the sources are read side by side."""
-            dsn = command.dsn() if url is None else url.get_secret_value()
-            return Database(dsn, limits, application_name="crmctl metrics serve")
+            return Database(command.dsn(which), limits, application_name="crmctl metrics serve")
 
-        main, portals = database(), database(settings.installations_database_url)
+        main, portals = database(), database(DatabaseName.INSTALLATIONS)
+        places = {which: job.Place(which, names_in(which, command.databases)) for which in command.databases}
         client = kafka.admin(command.settings.kafka, command.log)
-        member = kafka.consumer(settings.kafka, command.log, group=chat.group)
+        member = kafka.consumer(settings.kafka, command.log, group=chat.group, queued_max_messages_kbytes=16_384)
         cluster = job.Cluster(client, member, chat.topic)
         source = job.Exporter(
             {
-                "database": lambda: job.read_database(main),
+                "database": lambda: job.read_database(main, places[DatabaseName.MAIN]),
                 "kafka": lambda: job.read_kafka(cluster),
                 "dead_letters": job.OpenLetters(database(), lambda: open_letters(command)).read,
-                "installations": lambda: job.read_installations(portals, settings.bitrix24),
+                "installations": lambda: job.read_installations(
+                    portals, settings.bitrix24, places.get(DatabaseName.INSTALLATIONS)
+                ),
             },
             command.log,
         )

@@ -8,6 +8,7 @@ from uuid import UUID
 import typer
 
 from crmctl.cli.output import Format
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.times import parse_duration, parse_instant
 
 T = TypeVar("T")
@@ -36,6 +37,17 @@ DryRun = Annotated[
         "--dry-run",
         help="Do the same work in one transaction and roll it back. It holds its row locks until then.",
     ),
+]
+Database = Annotated[
+    DatabaseName,
+    typer.Option(
+        "--database",
+        help="`installations`: the one of CRMCTL_INSTALLATIONS_DATABASE_URL, where that is another one.",
+    ),
+]
+Databases = Annotated[
+    DatabaseName | None,
+    typer.Option("--database", help="Only in this one. Default: in each that is configured, where the job runs."),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 3 when some rows need a person.")]
 AsOf = Annotated[

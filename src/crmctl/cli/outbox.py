@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import DryRun, Output, Strict, TimeBudget
+from crmctl.cli.options import Database, DryRun, Output, Strict, TimeBudget
+from crmctl.domain.databases import DatabaseName
 
 app = typer.Typer(help="The outbox: publish it to Kafka, look at it.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -20,6 +21,7 @@ def relay(
         bool, typer.Option("--follow", help="Go on until SIGTERM (exit 0); waits for servers that are away.")
     ] = False,
     time_budget: TimeBudget = timedelta(seconds=50),
+    database: Database = DatabaseName.MAIN,
     dry_run: DryRun = False,
     strict: Strict = False,
     form: Output = output.Format.TABLE,
@@ -33,6 +35,7 @@ def relay(
     Examples:
       crmctl outbox relay --drain
       crmctl outbox relay --follow -o json
+      crmctl outbox relay --drain --database installations
     """
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
@@ -44,6 +47,7 @@ def relay(
         from crmctl.adapters.publisher import Publisher
         from crmctl.jobs import relay_outbox
 
+        command.use_database(database)
         publisher = Publisher(lambda: kafka.producer(command.settings.kafka, command.log))
         run_job(
             command,
@@ -61,6 +65,7 @@ def list_messages(
     topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="Only this topic.")] = None,
     aggregate_id: Annotated[str | None, typer.Option("--aggregate", metavar="ID", help="Only this aggregate.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Rows at the most.")] = 50,
+    database: Database = DatabaseName.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """List outbox messages: those that are not published yet, in position order; with --all the latest first.
@@ -76,7 +81,7 @@ def list_messages(
     if everything and held:
         raise typer.BadParameter("--held lists unpublished messages; it does not go with --all")
     options = job.Options(all=everything, held=held, topic=topic, aggregate_id=aggregate_id, limit=limit)
-    run_query("outbox list", lambda tx: job.query(tx, options), View(form, _render_list))
+    run_query("outbox list", lambda tx: job.query(tx, options), View(form, _render_list), database)
 
 
 def _render_relay(document: Mapping[str, Any]) -> str:

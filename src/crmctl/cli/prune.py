@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import DryRun, Output, TimeBudget, duration
+from crmctl.cli.options import Database, DryRun, Output, TimeBudget, duration
+from crmctl.domain.databases import DatabaseName
 
 
 def prune(
@@ -17,6 +18,7 @@ def prune(
     ] = timedelta(days=30),
     batch_size: Annotated[int, typer.Option(min=1, max=100_000, help="Rows of each kind per transaction.")] = 5000,
     time_budget: TimeBudget = timedelta(seconds=50),
+    database: Database = DatabaseName.MAIN,
     dry_run: DryRun = False,
     form: Output = output.Format.TABLE,
 ) -> None:
@@ -37,6 +39,7 @@ def prune(
 
         options = job.Options(older_than=older_than, batch_size=batch_size)
         job.check(options)
+        command.use_database(database)
         run_job(
             command, job.JOB, options, View(form, _render), Plan(drain=True, time_budget=time_budget, dry_run=dry_run)
         )

@@ -24,6 +24,7 @@ from crmctl.cli.command import Command
 from crmctl.cli.exits import Exit
 from crmctl.cli.signals import Interrupted
 from crmctl.domain import jobs
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import CrmctlError, TryAgainError, UnavailableError
 from crmctl.jobs.job import Budget, Job, Progress, Run
 from crmctl.jobs.job_pauses import Pause, find_pause
@@ -76,12 +77,18 @@ def run_job(command: Command, job: Job[O, P], options: O, view: View, plan: Plan
     command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
 
 
-def run_query(name: str, query: Callable[[Transaction], Mapping[str, Any]], view: View) -> NoReturn:
+def run_query(
+    name: str,
+    query: Callable[[Transaction], Mapping[str, Any]],
+    view: View,
+    database: DatabaseName = DatabaseName.MAIN,
+) -> NoReturn:
     """Run a read-only query in one transaction, print what it returns and exit."""
     with Command(view.format) as command:
-        database = command.database(f"crmctl {name}")
-        document = query(database.begin(read_only=True))
-        database.rollback()
+        command.use_database(database)
+        connection = command.database(f"crmctl {name}")
+        document = query(connection.begin(read_only=True))
+        connection.rollback()
         command.report(document, view.render)
         command.exit(Exit.OK)
 

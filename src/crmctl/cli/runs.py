@@ -7,7 +7,8 @@ from uuid import UUID
 import typer
 
 from crmctl.cli import output
-from crmctl.cli.options import Output
+from crmctl.cli.options import Database, Output
+from crmctl.domain.databases import DatabaseName
 
 app = typer.Typer(help="The record of runs.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -17,6 +18,7 @@ def list_runs(
     job: Annotated[str | None, typer.Option("--job", metavar="JOB", help="Only this job's.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only those that rolled something back.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Rows at the most.")] = 20,
+    database: Database = DatabaseName.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """List runs that did something or failed, the latest first. Of those with nothing to do, one in five minutes stays.
@@ -25,6 +27,7 @@ def list_runs(
     Examples:
       crmctl runs list --job expire-bookings
       crmctl runs list --failed -o json
+      crmctl runs list --job sweep-installations --database installations
     """
     from crmctl.cli.run import View, run_query
     from crmctl.domain.jobs import NAMES
@@ -33,12 +36,13 @@ def list_runs(
     if job is not None and job not in NAMES:
         raise typer.BadParameter(f"no such job: {job}; the jobs are {', '.join(NAMES)}")
     options = query.Options(job=job, failed=failed, limit=limit)
-    run_query("runs list", lambda tx: query.query(tx, options), View(form, _render_list))
+    run_query("runs list", lambda tx: query.query(tx, options), View(form, _render_list), database)
 
 
 @app.command()
 def show(
     run_id: Annotated[UUID, typer.Argument(metavar="RUN_ID")],
+    database: Database = DatabaseName.MAIN,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Show one run, batch by batch. Its id is in the run's result and in its log lines.
@@ -50,7 +54,7 @@ def show(
     from crmctl.cli.run import View, run_query
     from crmctl.jobs import show_run as query
 
-    run_query("runs show", lambda tx: query.query(tx, run_id), View(form, _render_show))
+    run_query("runs show", lambda tx: query.query(tx, run_id), View(form, _render_show), database)
 
 
 _LIST_COLUMNS = ("run_id", "job", "outcome", "batches", "started_at", "finished_at", "counts", "error_code")

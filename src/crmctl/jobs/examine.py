@@ -6,13 +6,14 @@ the deadline is a failure of the check that it hangs in, and the rest of its che
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any, Final, TypeVar
 
 import psycopg
 
 from crmctl.adapters import postgres
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import CrmctlError, UnavailableError
 from crmctl.domain.health import Check, failed, skipped
 
@@ -24,9 +25,13 @@ DEADLINE: Final = 8.0
 
 @dataclass(slots=True)
 class Part:
-    """One server's side. `figures` maps a queue's name to its figures; a queue that could not be read is missing."""
+    """One server's side. `figures` maps a queue's name to its figures; a queue that could not be read is missing.
+
+    What it tells names its database, and commands that reach it, unless that is the main one.
+    """
 
     names: tuple[str, ...]
+    database: DatabaseName = DatabaseName.MAIN
     checks: list[Check] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -56,7 +61,12 @@ class Part:
     def complete(self, why: str) -> list[Check]:
         """The checks, in their order; those that were not reached are skipped, and `why` says so."""
         done = {check.name: check for check in self.checks}
-        return [done.get(name) or skipped(name, why) for name in self.names]
+        return [self._told(done.get(name) or skipped(name, why)) for name in self.names]
+
+    def _told(self, check: Check) -> Check:
+        if self.database is DatabaseName.MAIN:
+            return check
+        return replace(check, name=f"{check.name} ({self.database})", fix=check.fix and self.database.aim(check.fix))
 
 
 def examine(work: Mapping[str, tuple[Part, Callable[[Part], None]]], seconds: float = DEADLINE) -> list[Check]:
@@ -72,7 +82,7 @@ def examine(work: Mapping[str, tuple[Part, Callable[[Part], None]]], seconds: fl
     for name, (part, _) in work.items():
         threads[name].join(max(0.0, end - time.monotonic()))
         if threads[name].is_alive():
-            late = Part(part.names, list(part.checks))
+            late = replace(part, checks=list(part.checks))
             stuck = next((n for n in late.names if n not in {check.name for check in late.checks}), None)
             if stuck is not None:
                 error = UnavailableError(f"no answer within {seconds:.0f} s", hint="look at the server and the network")

@@ -1,4 +1,7 @@
-"""The database's side of `doctor` and `status`. Reads only; each check has a savepoint of its own."""
+"""A database's side of `doctor` and `status`. Reads only; each check has a savepoint of its own.
+
+The database of bitrix24-php-lib's tables, where that is another one, has the checks of SECOND.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,6 +13,7 @@ import psycopg
 from psycopg.rows import DictRow
 
 from crmctl.adapters.postgres import MAX_CLOCK_DIFFERENCE, Transaction, describe
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import (
     ConfigurationError,
     CrmctlError,
@@ -19,7 +23,7 @@ from crmctl.domain.errors import (
 )
 from crmctl.domain.grants import Kind
 from crmctl.domain.health import Check, failed, ok, skipped, warning
-from crmctl.domain.jobs import JOBS, kind_of
+from crmctl.domain.jobs import JOBS, NAMES, kind_of
 from crmctl.jobs import figures, roles
 from crmctl.jobs.check_schema import core_faults
 from crmctl.jobs.examine import Part
@@ -40,6 +44,8 @@ CHECKS: Final = (
     "outbox",
     "deferred",
 )
+# Bookings, deals and what belongs to them are in the main database alone.
+SECOND: Final = tuple(name for name in CHECKS if name not in {"contract", "bookings", "deferred"})
 _QUEUES: Final = frozenset({"jobs", "bookings", "outbox", "deferred"})
 # A host whose clock is off by this much should look at its time service; an hour stops the jobs.
 _CLOCK_WARNING: Final = timedelta(seconds=10)
@@ -54,11 +60,13 @@ _MISFITS: Final = frozenset({"42P01", "42703", "3F000"})
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to look: a connection on demand, the roles' prefix, the job that is asked about (None: any)."""
+    """How to look: a connection on demand, the roles' prefix, the job that is asked about (None: any), and at what."""
 
     connect: Callable[[], psycopg.Connection[DictRow]]
     prefix: str
     job: str | None = None
+    which: DatabaseName = DatabaseName.MAIN
+    jobs: tuple[str, ...] = NAMES
 
 
 def examine_database(part: Part, look: Look) -> None:
@@ -69,8 +77,8 @@ def examine_database(part: Part, look: Look) -> None:
     try:
         _examine(part, connection, look)
     except psycopg.Error as error:  # the connection was lost
-        if len(part.checks) < len(CHECKS):
-            part.fail(CHECKS[len(part.checks)], error)
+        if len(part.checks) < len(part.names):
+            part.fail(part.names[len(part.checks)], error)
     finally:
         connection.close()
 
@@ -80,12 +88,12 @@ def _examine(part: Part, connection: psycopg.Connection[DictRow], look: Look) ->
     tx = Transaction(connection, datetime.now(UTC))
     session = tx.one(STATEMENTS["begin"], {"statement_timeout": "3000", "lock_timeout": "1000"})
     part.add(ok("database", f"PostgreSQL {session['version']} as {session['role']}"))
-    part.add(_writable(session))
+    part.add(_writable(session, look.which))
     part.add(_clock(session["clock"], (before + time.time()) / 2))
-    for name, check in _CHECKS.items():
+    for name in part.names[len(part.checks) :]:
         try:
             with tx.savepoint():
-                found = check(part, tx, look)
+                found = _CHECKS[name](part, tx, look)
             part.add(found)
         except CrmctlError as error:
             part.fail(name, error)
@@ -105,11 +113,11 @@ def _fail(part: Part, name: str, error: psycopg.Error) -> None:
         part.fail(name, error)
 
 
-def _writable(session: DictRow) -> Check:
+def _writable(session: DictRow, which: DatabaseName) -> Check:
     if session["in_recovery"]:
         return failed(
             "writable",
-            TryAgainError("this PostgreSQL is a standby in recovery", hint="name the primary in CRMCTL_DATABASE_URL"),
+            TryAgainError("this PostgreSQL is a standby in recovery", hint=f"name the primary in {which.setting}"),
         )
     if session["read_only"]:
         return failed(
@@ -175,12 +183,12 @@ def _grants(_part: Part, tx: Transaction, look: Look) -> Check:
     able = [kind for kind, missing in lacking.items() if not missing]
     if not able:
         raise _lacks(tx, look, Kind.READONLY, lacking[Kind.READONLY])
-    commands = [job.name for job in JOBS if job.kind in able]
+    commands = [job.name for job in JOBS if job.kind in able and job.name in look.jobs]
     return ok("grants", f"this role may run: {', '.join(commands) or 'what reads only'}")
 
 
-def _jobs(part: Part, tx: Transaction, _look: Look) -> Check:
-    found = part.figures["jobs"] = figures.jobs(tx)
+def _jobs(part: Part, tx: Transaction, look: Look) -> Check:
+    found = part.figures["jobs"] = figures.jobs(tx, look.jobs, look.which)
     if paused := [job for job in found if job.paused]:
         words = [f"{job.job} by {job.paused_by} since {_moment(job.paused_at)}: {job.pause_reason}" for job in paused]
         names = " ".join(job.job for job in paused)

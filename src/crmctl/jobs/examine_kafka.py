@@ -1,6 +1,5 @@
 """Kafka's side of `doctor` and `status`. Reads only, joins no group."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -152,16 +151,13 @@ def _group(part: Part, client: AdminClient, look: Look) -> Check:
     if not found:
         return skipped("group", f"topic {chat.topic} does not exist")
     members = groups.member_count(client, chat.group)
-    unread = {place.partition: max(place.committed_offset or 0, place.log_start_offset) for place in found if place.lag}
-    oldest = 0.0
-    if unread:
-        oldest = _oldest_seconds(reader, chat.topic, unread)
-    else:
-        reader.close()
+    oldest = figures.oldest_unread_seconds(reader, chat.topic, found)
+    reader.close()
     part.figures["group"] = GroupFigures(chat.group, members, round(oldest, 3), found)
     if lost := [place for place in found if place.headroom is not None and place.headroom < 0]:
         raise _lost(lost, chat)
-    waiting = f"{sum(place.lag for place in found)} records are unread, the oldest for {oldest:.0f} s"
+    unread = sum(place.lag for place in found)
+    waiting = f"{unread} records are unread, the oldest for {oldest:.0f} s"
     if not members and unread:
         detail = f"the consumer is stopped: group {chat.group} has no members, {waiting}"
         fix = "start it: crmctl chat-status consume, or once: crmctl chat-status consume --until-caught-up"
@@ -173,11 +169,6 @@ def _group(part: Part, client: AdminClient, look: Look) -> Check:
             f"the consumer is behind: {waiting}", hint="its log says what it waits for; runbooks/consume-chat-status.md"
         )
     return ok("group", f"{chat.group} has {members} members; {waiting if unread else 'everything is read'}")
-
-
-def _oldest_seconds(reader: Consumer, topic: str, at: dict[int, int]) -> float:
-    stamps = groups.timestamps(reader, topic, at)
-    return max(0.0, time.time() - min(stamps.values()) / 1000) if stamps else 0.0
 
 
 def _lost(partitions: Sequence[PartitionFigures], chat: ChatStatusSettings) -> ConfigurationError:

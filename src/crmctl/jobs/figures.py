@@ -1,8 +1,10 @@
 """The figures by which crmctl's queues are judged: read once, shown by `status` and `doctor`, exported as metrics."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 from confluent_kafka import Consumer
 from confluent_kafka.admin import AdminClient
@@ -10,6 +12,8 @@ from confluent_kafka.admin import AdminClient
 from crmctl.adapters import groups
 from crmctl.adapters.postgres import Transaction
 from crmctl.domain.bookings import PHASES, Phase
+from crmctl.domain.databases import DatabaseName
+from crmctl.domain.jobs import NAMES
 from crmctl.jobs import job_pauses
 from crmctl.sql import load
 
@@ -79,9 +83,10 @@ class DeferredFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """One job: its pause, and when it last committed a batch and last failed."""
+    """One job in one database: its pause, and when it last committed a batch and last failed."""
 
     job: str
+    database: DatabaseName
     paused: bool
     paused_by: str | None
     paused_at: datetime | None
@@ -131,10 +136,24 @@ def deferred(tx: Transaction) -> DeferredFigures:
     return DeferredFigures(**tx.one(STATEMENTS["deferred"]))
 
 
-def jobs(tx: Transaction) -> list[JobFigures]:
-    """Read every job's pause and its last runs."""
-    rows: list[dict[str, Any]] = job_pauses.query(tx)["jobs"]
+def jobs(tx: Transaction, names: Sequence[str] = NAMES, database: DatabaseName = DatabaseName.MAIN) -> list[JobFigures]:
+    """Read the pauses of the jobs that run in this database, and their last runs."""
+    rows = job_pauses.query(tx, names, database)
     return [JobFigures(**{name: value for name, value in row.items() if name != "command"}) for row in rows]
+
+
+def oldest_prunable_seconds(tx: Transaction, names: Sequence[str]) -> float:
+    """The age of the oldest run record that prune will delete one day, or 0."""
+    return float(tx.one(STATEMENTS["prunable"], {"jobs": list(names)})["oldest_prunable_seconds"])
+
+
+def oldest_unread_seconds(reader: Consumer, topic: str, places: Sequence[PartitionFigures]) -> float:
+    """The age by Kafka's timestamp of the oldest record that the group has not read, or 0; `reader` never joins it."""
+    unread = {
+        place.partition: max(place.committed_offset or 0, place.log_start_offset) for place in places if place.lag
+    }
+    stamps = groups.timestamps(reader, topic, unread) if unread else {}
+    return max(0.0, time.time() - min(stamps.values()) / 1000) if stamps else 0.0
 
 
 def partitions(client: AdminClient, reader: Consumer, topic: str) -> list[PartitionFigures]:

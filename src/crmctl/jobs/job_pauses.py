@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from crmctl.adapters.postgres import Transaction
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.jobs import JOBS, NAMES
 from crmctl.sql import load
 
@@ -49,22 +50,22 @@ def find_pause(tx: Transaction, job: str) -> Pause | None:
     return None if row is None else Pause(**row)
 
 
-def pause(tx: Transaction, jobs: Sequence[str], *, reason: str, by: str) -> dict[str, Any]:
-    """Pause the jobs; one that is paused already keeps its first reason. Returns which were and which were not."""
+def pause(tx: Transaction, jobs: Sequence[str], *, reason: str, by: str) -> set[str]:
+    """Pause the jobs; one that is paused already keeps its first reason. Returns those that were not."""
     rows = tx.all(STATEMENTS["pause"], {"jobs": list(jobs), "reason": reason, "paused_by": by})
-    paused = sorted(row["job"] for row in rows)
-    return {"paused": paused, "already_paused": sorted(set(jobs) - set(paused)), "reason": reason, "paused_by": by}
+    return {row["job"] for row in rows}
 
 
-def resume(tx: Transaction, jobs: Sequence[str]) -> dict[str, Any]:
-    """End the pauses of the jobs. Returns which were paused and which were not."""
+def resume(tx: Transaction, jobs: Sequence[str]) -> set[str]:
+    """End the pauses of the jobs. Returns those that had one."""
     rows = tx.all(STATEMENTS["resume"], {"jobs": list(jobs)})
-    resumed = sorted(row["job"] for row in rows)
-    return {"resumed": resumed, "not_paused": sorted(set(jobs) - set(resumed))}
+    return {row["job"] for row in rows}
 
 
-def query(tx: Transaction) -> dict[str, Any]:
-    """Return `{"jobs": [{job, command, paused, paused_by, …, last_success_at, last_failure_at}]}`, every job once."""
+def query(
+    tx: Transaction, jobs: Sequence[str] = NAMES, database: DatabaseName = DatabaseName.MAIN
+) -> list[dict[str, Any]]:
+    """Return [{job, command, database, paused, paused_by, …, last_success_at, last_failure_at}] of the jobs."""
     commands = {job.name: f"crmctl {job.command}" for job in JOBS}
-    rows = tx.all(STATEMENTS["list"], {"jobs": list(NAMES)})
-    return {"jobs": [{"job": row["job"], "command": commands[row["job"]], **row} for row in rows]}
+    rows = tx.all(STATEMENTS["list"], {"jobs": list(jobs)})
+    return [{"job": row["job"], "command": commands[row["job"]], "database": database, **row} for row in rows]

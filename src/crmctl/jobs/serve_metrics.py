@@ -1,8 +1,11 @@
 """`crmctl metrics serve`: figures of the database and of Kafka, read when Prometheus asks.
 
 The one-shot jobs cannot be scraped, so their state is read from what they left. A new gauge is one more function in
-DATABASE or KAFKA. A source that fails or does not answer in time loses its series until it answers again, and
+MAIN, EVERYWHERE or KAFKA. A source that fails or does not answer in time loses its series until it answers again, and
 `crm_scrape_up` says so.
+
+Where bitrix24-php-lib's tables are in a database of their own, the source `installations` has that database's queues
+and jobs as well; the label `database` tells them apart.
 """
 
 import time
@@ -17,9 +20,10 @@ from confluent_kafka.admin import AdminClient
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from crmctl.adapters import postgres
+from crmctl.adapters import bitrix24_tables, postgres
 from crmctl.adapters.postgres import Database, Transaction
 from crmctl.adapters.topic_reader import TopicReader
+from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import CrmctlError
 from crmctl.jobs import figures, list_dead_letters, list_installations
 from crmctl.jobs.dead_letters import STATEMENTS
@@ -40,6 +44,14 @@ class Cluster:
     topic: str
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which database the collectors look at, and the jobs that run there."""
+
+    name: DatabaseName
+    jobs: tuple[str, ...]
+
+
 def bookings(tx: Transaction) -> Iterator[Metric]:
     """The two timers of UC-BKG-003."""
     found = figures.bookings(tx)
@@ -58,32 +70,48 @@ def bookings(tx: Transaction) -> Iterator[Metric]:
     )
 
 
-def outbox(tx: Transaction) -> Iterator[Metric]:
+def outbox(tx: Transaction, place: Place) -> Iterator[Metric]:
     """What the relay has not published yet."""
     found = figures.outbox(tx)
-    yield _gauge("crm_outbox_pending", "Outbox messages that wait to be published", found.pending_count)
-    yield _gauge("crm_outbox_held", "Outbox messages that wait behind a refused one", found.held_count)
-    yield _gauge(
+    pending = _family("crm_outbox_pending", "Outbox messages that wait to be published", "database")
+    held = _family("crm_outbox_held", "Outbox messages that wait behind a refused one", "database")
+    oldest = _family(
         "crm_outbox_oldest_unpublished_seconds",
         "Seconds since the oldest unpublished outbox message was written, or 0",
-        found.oldest_unpublished_seconds,
+        "database",
     )
+    pending.add_metric([place.name], found.pending_count)
+    held.add_metric([place.name], found.held_count)
+    oldest.add_metric([place.name], found.oldest_unpublished_seconds)
+    yield pending
+    yield held
+    yield oldest
 
 
-def jobs(tx: Transaction) -> Iterator[Metric]:
+def jobs(tx: Transaction, place: Place) -> Iterator[Metric]:
     """What the jobs left; a job that never did anything has left nothing."""
-    success = _family("crm_job_last_success_timestamp_seconds", "When a job last committed a batch", "job")
-    failure = _family("crm_job_last_failure_timestamp_seconds", "When a job last rolled back", "job")
-    paused = _family("crm_job_paused", "Whether a job is paused", "job")
-    for job in figures.jobs(tx):
-        paused.add_metric([job.job], int(job.paused))
+    success = _family("crm_job_last_success_timestamp_seconds", "When a job last committed a batch", "job", "database")
+    failure = _family("crm_job_last_failure_timestamp_seconds", "When a job last rolled back", "job", "database")
+    paused = _family("crm_job_paused", "Whether a job is paused", "job", "database")
+    for job in figures.jobs(tx, place.jobs, place.name):
+        labels = [job.job, job.database]
+        paused.add_metric(labels, int(job.paused))
         if job.last_success_at is not None:
-            success.add_metric([job.job], job.last_success_at.timestamp())
+            success.add_metric(labels, job.last_success_at.timestamp())
         if job.last_failure_at is not None:
-            failure.add_metric([job.job], job.last_failure_at.timestamp())
+            failure.add_metric(labels, job.last_failure_at.timestamp())
     yield success
     yield failure
     yield paused
+
+
+def prunable(tx: Transaction, place: Place) -> Iterator[Metric]:
+    """What prune has to delete one day: by its age one sees whether prune runs, also if it never has."""
+    oldest = _family(
+        "crm_prunable_oldest_seconds", "Seconds since the oldest run record that prune may delete", "database"
+    )
+    oldest.add_metric([place.name], figures.oldest_prunable_seconds(tx, place.jobs))
+    yield oldest
 
 
 def deferred(tx: Transaction) -> Iterator[Metric]:
@@ -105,12 +133,18 @@ def group(cluster: Cluster) -> Iterator[Metric]:
         "Committed offset minus log start: 0 or less after the log has moved means records were lost unread",
         "partition",
     )
-    for partition in figures.partitions(cluster.client, cluster.reader, cluster.topic):
+    places = figures.partitions(cluster.client, cluster.reader, cluster.topic)
+    for partition in places:
         lag.add_metric([str(partition.partition)], partition.lag)
         if partition.headroom is not None:
             headroom.add_metric([str(partition.partition)], partition.headroom)
     yield lag
     yield headroom
+    yield _gauge(
+        "crm_chat_status_group_lag_seconds",
+        "Seconds since the oldest record that the consumer group has not read, or 0",
+        figures.oldest_unread_seconds(cluster.reader, cluster.topic, places),
+    )
 
 
 def installations(tx: Transaction, settings: Bitrix24Settings) -> Iterator[Metric]:
@@ -125,15 +159,17 @@ def installations(tx: Transaction, settings: Bitrix24Settings) -> Iterator[Metri
     )
 
 
-DATABASE: Final[list[Callable[[Transaction], Iterable[Metric]]]] = [bookings, outbox, jobs, deferred]
+MAIN: Final[list[Callable[[Transaction], Iterable[Metric]]]] = [bookings, deferred]
+EVERYWHERE: Final[list[Callable[[Transaction, Place], Iterable[Metric]]]] = [outbox, jobs, prunable]
 KAFKA: Final[list[Callable[[Cluster], Iterable[Metric]]]] = [group]
 
 
-def read_database(database: Database) -> list[Metric]:
-    """Run every collector of the database in one read-only transaction."""
+def read_database(database: Database, place: Place) -> list[Metric]:
+    """Run every collector of the main database in one read-only transaction."""
     try:
         tx = database.begin(read_only=True)
-        found = [metric for collector in DATABASE for metric in collector(tx)]
+        found = [metric for collector in MAIN for metric in collector(tx)]
+        found += [metric for queue in EVERYWHERE for metric in queue(tx, place)]
         database.rollback()
     except BaseException:
         database.close()
@@ -146,10 +182,16 @@ def read_kafka(cluster: Cluster) -> list[Metric]:
     return [metric for collector in KAFKA for metric in collector(cluster)]
 
 
-def read_installations(database: Database, settings: Bitrix24Settings) -> list[Metric]:
-    """Read the installations' figures, where they live, in one read-only transaction."""
+def read_installations(database: Database, settings: Bitrix24Settings, place: Place | None) -> list[Metric]:
+    """Read the installations' figures, where they live, in one read-only transaction; none where nobody uses Bitrix24.
+
+    A place says that this database is another than the main one: its queues are read then as well.
+    """
     try:
-        found = list(installations(database.begin(read_only=True), settings))
+        tx = database.begin(read_only=True)
+        found = [metric for queue in EVERYWHERE for metric in queue(tx, place)] if place is not None else []
+        if bitrix24_tables.exist(tx, settings):
+            found += installations(tx, settings)
         database.rollback()
     except BaseException:
         database.close()
@@ -228,12 +270,17 @@ class Exporter(Collector):
         for reader in self._readers:
             reader.start()
         up = _family("crm_scrape_up", "Whether the source answered the last snapshot", "source")
-        found: list[Metric] = []
+        found: dict[str, Metric] = {}
         for reader in self._readers:
             metrics = reader.result(deadline)
             up.add_metric([reader.name], int(metrics is not None))
-            found += metrics or ()
-        return [up, *found]
+            for metric in metrics or ():
+                # Of two databases: a family is shown once.
+                if metric.name in found:
+                    found[metric.name].samples += metric.samples
+                else:
+                    found[metric.name] = metric
+        return [up, *found.values()]
 
 
 class _Reader:
@@ -284,5 +331,5 @@ def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, documentation, value=value)
 
 
-def _family(name: str, documentation: str, label: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, documentation, labels=[label])
+def _family(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, documentation, labels=labels)

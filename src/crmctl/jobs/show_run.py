@@ -17,7 +17,7 @@ def query(tx: Transaction, run_id: UUID) -> dict[str, Any]:
     if not rows:
         raise RunNotFoundError(
             f"no record of run {run_id}",
-            hint="it had nothing to do, or was pruned; list them with: crmctl runs list",
+            hint="it had nothing to do, was pruned, or is in the other --database; list them with: crmctl runs list",
             run_id=str(run_id),
         )
     return {

@@ -53,6 +53,24 @@ select (
            )
        )), 0)::float8 as oldest_unpublished_seconds
 
+-- name: prunable
+-- The age of the oldest run record that is not the last success of its job, or 0: prune deletes it one day. Probes
+-- ix_job_runs_job_finished_at.
+select coalesce(extract(epoch from now() - min(o.finished_at)), 0)::float8 as oldest_prunable_seconds
+from unnest(%(jobs)s::text[]) as u (job)
+cross join lateral (
+    select r.finished_at
+    from crm.job_runs r
+    where r.job = u.job
+    order by r.finished_at
+    limit 1
+) o
+where exists (
+    select
+    from crm.job_runs l
+    where l.job = u.job and l.outcome = 'committed' and l.finished_at > o.finished_at
+)
+
 -- name: deferred
 -- Events that wait for their deal. By sequential scan: the table is small.
 select count(*) as deferred_count,
