@@ -449,11 +449,73 @@ class TestFilters:
         second = replayed(chat, "--limit", "50")
         assert (counts(second), second["has_more"]) == ({"applied": 7}, False)
 
+    def test_what_they_do_not_select_is_not_written_though_its_source_is_closed(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        [first] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert dlq(chat, "discard", place(first), "--reason", "gone", "--yes").exit_code == 0
+        [again] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=1))
+        before = ledger(chat)
+        for arguments in (("--at", "0"), ("--code", MALFORMED), ("--code", MALFORMED, "--limit", "1")):
+            assert counts(replayed(chat, *arguments)) == {}
+            assert ledger(chat) == before
+        assert counts(replayed(chat, "--at", place(again))) == {"duplicate": 1}
+
+    def test_a_letter_that_is_closed_with_another_of_its_source_is_not_left_open(self, chat: Chat) -> None:
+        event = chat.deal().event("Ready")
+        [first, _] = send_letters(chat, *(letter(event, source=(1, 7), partition=0) for _ in range(2)))
+        result = replayed(chat, "--at", place(first))
+        assert counts(result) == {"applied": 1}
+        assert result["open_count"] == listed(chat)["open_count"] == 0
+
+    def test_limit_reads_as_many_at_once_as_ever(self, chat: Chat) -> None:
+        """One that is selected, behind many that are not: a transaction for each of those would take minutes."""
+        send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(300)))
+        [last] = send_letters(chat, letter(None, MALFORMED, value=b"x", partition=0))
+        result = replayed(chat, "--limit", "1", "--code", MALFORMED)
+        assert counts(result) == {"failed": 1}
+        assert set(ledger(chat)) == {place(last)}
+        [run] = rows(chat.connection, "select batch from crm.job_runs where outcome = 'committed'")
+        assert run["batch"] <= 3, "a batch is at most what one poll of the broker brings"
+
+    def test_limit_leaves_what_follows_unread(self, chat: Chat) -> None:
+        """What it has read beyond is neither tried nor counted."""
+        records = send_letters(
+            chat,
+            letter(None, MALFORMED, value=b"x", partition=0),
+            *(letter(chat.deal().event("Ready"), partition=0) for _ in range(5)),
+        )
+        result = replayed(chat, "--limit", "2", "--code", NOT_FOUND)
+        assert counts(result) == {"applied": 2}
+        assert (result["open"], result["has_more"]) == ({MALFORMED: 1}, True)
+        assert set(ledger(chat)) == {place(records[1]), place(records[2])}
+
+    def test_limit_takes_the_same_letters_as_its_preview(self, chat: Chat) -> None:
+        """Whatever the order in which the broker answers for its partitions."""
+        send_letters(
+            chat,
+            *(letter(None, MALFORMED, value=b"x%d" % number, partition=0) for number in range(3)),
+            *(letter(chat.deal().event("Ready"), partition=1) for _ in range(3)),
+            *(letter(chat.deal(chat_status="Ready").event("Failed"), partition=2) for _ in range(3)),
+        )
+        arguments = ("--limit", "4", "--batch-size", "2")
+        foreseen, result, second = replayed(chat, "--dry-run", *arguments), replayed(chat, *arguments), replayed(chat)
+        assert counts(foreseen) == counts(result) == {"failed": 3, "applied": 1}
+        assert foreseen["open"] == result["open"] == {MALFORMED: 3}
+        assert counts(second) == {"applied": 2, "stale": 3}
+
     def test_rate_spreads_letters_over_time(self, chat: Chat) -> None:
         send_letters(chat, *(letter(chat.deal().event("Ready")) for _ in range(6)))
         result = replayed(chat, "--rate", "2")
         assert counts(result) == {"applied": 6}
         assert result["duration_ms"] >= 2_900
+
+    def test_rate_counts_letters_that_are_tried(self, chat: Chat) -> None:
+        """Those that are not selected take no time of it."""
+        send_letters(chat, *(letter(chat.deal().event("Ready"), partition=0) for _ in range(40)))
+        send_letters(chat, *(letter(None, MALFORMED, value=b"x%d" % number, partition=0) for number in range(3)))
+        result = replayed(chat, "--rate", "2", "--code", MALFORMED)
+        assert counts(result) == {"failed": 3}
+        assert 1_900 <= result["duration_ms"] < 10_000
 
     @pytest.mark.parametrize("text", ["x", "1:", "1:2-1", "-1", "1:2:3", "1:99999999999999999999", "3000000000"])
     def test_a_place_that_is_none_is_a_usage_error(self, chat: Chat, text: str) -> None:
@@ -478,6 +540,12 @@ class TestTheGroupsOffsets:
         insert_deal(chat.connection, id=missing.id, tenant_id=missing.tenant_id)
         assert counts(replayed(chat)) == {"applied": 1}
         assert {number: offset for number, offset in chat.committed(replay=True).items() if offset} == {0: 5, 1: 1}
+
+    @pytest.mark.real_kafka
+    def test_stay_before_what_a_limit_has_left(self, chat: Chat) -> None:
+        send_letters(chat, *(letter(chat.deal().event("Ready"), partition=0) for _ in range(5)))
+        replayed(chat, "--limit", "2")
+        assert {number: offset for number, offset in chat.committed(replay=True).items() if offset} == {0: 2}
 
     @pytest.mark.real_kafka
     def test_say_nothing_that_a_replay_believes(self, chat: Chat) -> None:
