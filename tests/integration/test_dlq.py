@@ -325,19 +325,101 @@ class TestOneResolutionClosesAllOfItsSource:
         assert result["lost_count"] == 1
         assert {chat.status(deal) for deal in fresh} == {"Ready"}
 
-    @pytest.mark.real_kafka
-    def test_open_letters_that_retention_took_are_reported(self, chat: Chat) -> None:
+
+@pytest.mark.real_kafka
+class TestLostLetters:
+    """The topic holds them no more, and nobody has closed them."""
+
+    def take(self, chat: Chat, before: int) -> None:
+        """Retention takes what stands before this offset of partition 0."""
+        gone = TopicPartition(chat.dlq_topic, 0, before)
+        admin = chat.kafka.admin()
+        admin.delete_records([gone])[gone].result(30)
+
+    def acknowledged(self, chat: Chat, *args: str) -> int:
+        result = dlq(chat, "discard", "--lost", "--reason", "it was too short, INC-43", "--yes", *args)
+        assert result.exit_code == 0, result.stderr
+        count: int = result.json["acknowledged_count"]
+        return count
+
+    def test_are_reported_until_somebody_acknowledges_them(self, chat: Chat) -> None:
         send_letters(chat, letter(chat.deal().event("Ready"), partition=0))
         assert counts(replayed(chat)) == {"applied": 1}
+        send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(2)))
+        assert counts(replayed(chat)) == {"failed": 2}
         send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(4)))
-        admin = chat.kafka.admin()
-        gone = TopicPartition(chat.dlq_topic, 0, 3)
-        admin.delete_records([gone])[gone].result()
+        self.take(chat, 5)
         found = listed(chat)
-        assert (found["open_count"], found["lost_count"]) == (2, 2)
+        assert (found["open_count"], found["lost_count"]) == (2, 4)
         result = dlq(chat, "replay", "--strict")
-        assert result.exit_code == 3
-        assert result.json["lost_count"] == 2
+        assert (result.exit_code, result.json["lost_count"]) == (3, 4)
+
+        before = ledger(chat)
+        assert self.acknowledged(chat, "--dry-run") == 4
+        assert ledger(chat) == before
+        assert self.acknowledged(chat) == 4
+        assert self.acknowledged(chat) == 0
+        after = ledger(chat)
+        assert resolutions(chat) == {"applied": 1, "lost": 4, "failed": 2}
+        assert (after["0:1"]["code"], after["0:1"]["attempts"]) == (NOT_FOUND, 1)
+        for at in ("0:1", "0:4"):
+            assert after[at]["reason"] == "it was too short, INC-43"
+            assert after[at]["resolved_by"] == f"{getpass.getuser()}@{socket.gethostname()}"
+        found = listed(chat)
+        assert (found["open_count"], found["lost_count"]) == (2, 0)
+        assert replayed(chat)["lost_count"] == 0
+
+    def test_one_whose_source_another_letter_closed_is_none(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        self.take(chat, 1)
+        assert listed(chat)["lost_count"] == 1
+        insert_deal(chat.connection, id=deal.id, tenant_id=deal.tenant_id)
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"applied": 1}
+        assert listed(chat)["lost_count"] == 0
+        assert dlq(chat, "replay", "--strict").exit_code == 0
+        assert self.acknowledged(chat) == 0
+
+    def test_one_that_no_replay_has_met_can_be_acknowledged_too(self, chat: Chat) -> None:
+        """Its source was closed, which nobody can know any more."""
+        event = chat.missing_deal().event("Ready")
+        [first] = send_letters(chat, letter(event, source=(1, 7), partition=0))
+        assert dlq(chat, "discard", place(first), "--reason", "gone", "--yes").exit_code == 0
+        send_letters(chat, letter(event, source=(1, 7), partition=0))
+        self.take(chat, 2)
+        assert dlq(chat, "replay", "--strict").exit_code == 3
+        assert self.acknowledged(chat) == 1
+        assert dlq(chat, "replay", "--strict").exit_code == 0
+
+    def test_an_acknowledgement_closes_no_letter_that_is_still_there(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        self.take(chat, 1)
+        [again] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert self.acknowledged(chat) == 1
+        assert open_letters(chat) == {place(again)}
+        insert_deal(chat.connection, id=deal.id, tenant_id=deal.tenant_id)
+        assert counts(replayed(chat)) == {"applied": 1}
+
+    def test_of_an_earlier_topic_can_be_acknowledged_without_a_source(self, chat: Chat) -> None:
+        event = chat.missing_deal().event("Ready")
+        send_letters(chat, letter(event, without=("x-source-topic-id",), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        admin = chat.kafka.admin()
+        admin.delete_topics([chat.dlq_topic])[chat.dlq_topic].result()
+        admin.create_topics([NewTopic(chat.dlq_topic, PARTITIONS, 1)])[chat.dlq_topic].result()
+        assert listed(chat)["lost_count"] == 1
+        assert self.acknowledged(chat) == 1
+        assert listed(chat)["lost_count"] == 0
+
+    @pytest.mark.parametrize("arguments", [("--at", "0"), ("0:1",), ("--code", MALFORMED)])
+    def test_are_acknowledged_all_together(self, chat: Chat, arguments: tuple[str, ...]) -> None:
+        result = dlq(chat, "discard", "--lost", *arguments, "--reason", "mine", "--yes")
+        assert result.exit_code == 2
+        assert "--lost" in result.stderr
 
 
 class TestALetterThatFailsAgain:

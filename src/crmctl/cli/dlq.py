@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from uuid import UUID
 
 import typer
@@ -184,16 +184,22 @@ def discard(
     since: Since = None,
     until: Until = None,
     at: At = None,
+    lost: Annotated[
+        bool, typer.Option("--lost", help="Instead: all that were open when their topic lost them.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: DryRun = False,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Close dead letters that will never be applied. Asks first; the records stay in their topic.
 
+    With --lost it acknowledges letters that were open when retention or a deletion took their records.
+
     \b
     Examples:
       crmctl dlq discard 2:17 2:18 --reason "test data" --yes
       crmctl dlq discard --code CRM_CHAT_STATUS_MALFORMED --reason "sent by hand" --dry-run
+      crmctl dlq discard --lost --reason "retention was too short, INC-43"
     """
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
@@ -201,6 +207,10 @@ def discard(
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
     filters = _filters(code, deal, tenant, key, since, until, [*(at or ()), *(letters or ())])
+    if lost:
+        if not filters.empty:
+            raise typer.BadParameter("--lost means all that are lost, and goes with no letters and no filters")
+        _acknowledge_lost(reason.strip(), yes=yes, dry_run=dry_run, form=form)
     if filters.empty:
         raise typer.BadParameter("name letters, or select them by a filter; every open letter is: --at 0 --at 1 …")
     with Command(form) as command, _reader(command) as reader:
@@ -208,7 +218,7 @@ def discard(
         from crmctl.jobs.dead_letter_walk import Options
 
         if not yes and not dry_run:
-            command.confirm(f"Discard {_count(command, reader, filters)} letters of {reader.topic.name}?")
+            command.confirm(f"Discard {_count(command, reader, filters)['open_count']} letters of {reader.topic.name}?")
         with _bar(reader) as advance:
             run_job(
                 command,
@@ -217,6 +227,25 @@ def discard(
                 View(form, _render_discard),
                 Plan(drain=True, dry_run=dry_run),
             )
+
+
+def _acknowledge_lost(reason: str, *, yes: bool, dry_run: bool, form: output.Format) -> NoReturn:
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
+
+    with Command(form) as command, _reader(command) as reader:
+        from crmctl.jobs import acknowledge_lost_letters as job
+
+        if not yes and not dry_run:
+            lost = _count(command, reader)["lost_count"]
+            command.confirm(f"Acknowledge that {lost} open letters are gone from {reader.topic.name}?")
+        run_job(
+            command,
+            job.job(reader, _operator(), reason),
+            job.Options(command.settings.chat_status.dlq_group),
+            View(form, _render_acknowledged),
+            Plan(drain=True, dry_run=dry_run),
+        )
 
 
 def _filters(
@@ -285,14 +314,16 @@ def _bar(reader: "TopicReader") -> "Iterator[Callable[[Progress], None]]":
         yield advance
 
 
-def _count(command: "Command", reader: "TopicReader", filters: "Filters") -> int:
+def _count(command: "Command", reader: "TopicReader", filters: "Filters | None" = None) -> Mapping[str, int]:
+    from crmctl.domain.dead_letters import Filters
     from crmctl.jobs import list_dead_letters as job
 
     database = command.database("crmctl dlq discard")
-    found = job.query(database.begin(read_only=True), reader, job.Options(filters, limit=1), lambda _: None)
+    options = job.Options(filters or Filters(), limit=1)
+    found = job.query(database.begin(read_only=True), reader, options, lambda _: None)
     database.rollback()
     database.close()
-    return int(found["open_count"])
+    return found
 
 
 def _operator() -> str:
@@ -371,6 +402,11 @@ def _render_discard(document: Mapping[str, Any]) -> str:
             "Duration, ms": document["duration_ms"],
         }
     )
+
+
+def _render_acknowledged(document: Mapping[str, Any]) -> str:
+    title = "Would be acknowledged" if document["dry_run"] else "Acknowledged"
+    return output.fields({title: document["acknowledged_count"], "Duration, ms": document["duration_ms"]})
 
 
 def _tally(total: int, by_code: Mapping[str, int]) -> str:
