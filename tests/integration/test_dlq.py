@@ -4,6 +4,7 @@ import getpass
 import socket
 import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,8 +14,14 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import NewTopic
 
+from crmctl.adapters import kafka as adapter
+from crmctl.adapters import postgres
+from crmctl.adapters.topic_reader import TopicReader
 from crmctl.dev.kafka_mock import PARTITIONS
 from crmctl.jobs.dead_letters import STATEMENTS
+from crmctl.jobs.serve_metrics import OpenLetters
+from crmctl.settings import DatabaseSettings, KafkaSettings
+from crmctl.telemetry import logs
 from tests.chat_status_support import Chat, Deal, edited, outgoing
 from tests.dlq_support import (
     APPLY_FAILED,
@@ -642,6 +649,49 @@ class TestTheGroupsOffsets:
         assert chat.status(deal) == "Ready"
 
 
+class TestTheGauge:
+    """`crm_chat_status_dlq_open` counts anew what may have changed, and nothing else."""
+
+    @pytest.fixture
+    def gauge(self, chat: Chat) -> Iterator[Callable[[], float]]:
+        kafka, log = KafkaSettings(bootstrap_servers=chat.kafka.bootstrap_servers), logs.configure()
+        admin = adapter.admin(kafka, log)
+
+        def open_reader() -> TopicReader:
+            consumer = adapter.consumer(kafka, log, group=f"{chat.group}-gauge", enable_partition_eof=True)
+            return TopicReader.open(consumer, admin, chat.dlq_topic, log)
+
+        database = postgres.Database(chat.database.url, DatabaseSettings(), application_name="gauge")
+        letters = OpenLetters(database, open_reader)
+        yield lambda: letters.read()[0].samples[0].value
+        database.close()
+
+    def test_sees_a_transaction_that_began_first_and_commits_last(self, chat: Chat, gauge: Callable[[], float]) -> None:
+        """Two replays at once; the ledger's times are those of the transactions' beginnings."""
+        records = send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(3)))
+        assert counts(replayed(chat)) == {"failed": 3}
+        assert gauge() == 3
+        close = """update crm.dlq_resolutions set resolution = 'applied', resolved_at = now() where "offset" = %s"""
+        with chat.database.connect(autocommit=False) as slow, chat.database.connect(autocommit=False) as quick:
+            slow.execute("select now()")
+            quick.execute(close, (records[0].offset,))
+            quick.commit()
+            assert gauge() == 2
+            slow.execute(close, (records[1].offset,))
+            assert gauge() == 2
+            slow.commit()
+        assert gauge() == listed(chat)["open_count"] == 1
+
+    def test_sees_what_closes_the_source_of_another_letter(self, chat: Chat, gauge: Callable[[], float]) -> None:
+        event = chat.missing_deal().event("Ready")
+        [_, again] = send_letters(chat, *(letter(event, source=(1, 7), partition=number) for number in (0, 1)))
+        assert gauge() == 2
+        assert dlq(chat, "discard", place(again), "--reason", "gone", "--yes").exit_code == 0
+        assert gauge() == listed(chat)["open_count"] == 0
+        send_letters(chat, letter(chat.missing_deal().event("Ready"), partition=0))
+        assert gauge() == 1
+
+
 class TestList:
     def test_summary_groups_by_code_and_reason(self, chat: Chat) -> None:
         send_letters(
@@ -815,8 +865,9 @@ def test_every_statement_of_the_ledger_uses_an_index(chat: Chat) -> None:
         "offsets": [5, 6],
         "first": [0, 0],
         "last": [9, 9],
+        "floors": [3_300, 3_300],
     }
-    for name in ("floors", "rows", "closed_sources"):
+    for name in ("floors", "rows", "closed_sources", "closed_count"):
         plan = chat.connection.execute(("explain " + STATEMENTS[name]).encode(), params).fetchall()
         text = "\n".join(str(row) for row in plan)
         assert "Seq Scan" not in text, text

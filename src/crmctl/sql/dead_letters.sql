@@ -167,10 +167,19 @@ with acknowledged as (
 select count(*) as acknowledged_count
 from acknowledged
 
--- name: state
--- Changes with every row that is written; who counted before need not count again while it is the same.
-select count(*) as row_count, max(r.resolved_at) as last_at
-from crm.dlq_resolutions r
+-- name: closed_count
+-- How many letters of a topic are closed at these places or later; see jobs.dead_letters.closed_count. A range of the
+-- primary key for each partition.
+select coalesce(sum(r.closed_count), 0) as closed_count
+from unnest(%(partitions)s::integer[], %(floors)s::bigint[]) as p (partition, floor)
+cross join lateral (
+    select count(*) as closed_count
+    from crm.dlq_resolutions d
+    where d.topic_id = %(topic_id)s
+        and d.partition = p.partition
+        and d."offset" >= p.floor
+        and d.resolution <> 'failed'
+) r
 
 -- name: deal
 -- The deal of a letter as it is now.
