@@ -1,6 +1,7 @@
 """`crmctl dlq list|show|replay|discard` against a real PostgreSQL and Kafka."""
 
 import getpass
+import os
 import socket
 import uuid
 from collections import Counter
@@ -606,6 +607,15 @@ class TestFilters:
         assert counts(result) == {"failed": 3}
         assert 1_900 <= result["duration_ms"] < 10_000
 
+    def test_a_key_may_be_any_bytes(self, chat: Chat) -> None:
+        """As the shell's $'\\xff' gives them."""
+        key = b"a\xff"
+        [record] = chat.kafka.produce(chat.dlq_topic, [Outgoing(b"x", key, partition=0)])
+        send_letters(chat, letter(None, MALFORMED, value=b"x", key="a", partition=0))
+        assert open_letters(chat, "--key", os.fsdecode(key)) == {place(record)}
+        assert counts(replayed(chat, "--key", os.fsdecode(key))) == {"failed": 1}
+        assert set(ledger(chat)) == {place(record)}
+
     @pytest.mark.parametrize("text", ["x", "1:", "1:2-1", "-1", "1:2:3", "1:99999999999999999999", "3000000000"])
     def test_a_place_that_is_none_is_a_usage_error(self, chat: Chat, text: str) -> None:
         result = dlq(chat, "list", "--at", text)
@@ -835,13 +845,16 @@ class TestDiscard:
         [
             pytest.param(("--at", "0"), id="no reason"),
             pytest.param(("--at", "0", "--reason", "  "), id="a blank reason"),
+            pytest.param(("--at", "0", "--reason", os.fsdecode(b"\xff"), "--yes"), id="a reason that is no text"),
             pytest.param(("--reason", "all of it", "--yes"), id="no letters"),
             pytest.param(("--at", "0", "--reason", "nobody to ask"), id="no terminal and no --yes"),
         ],
     )
     def test_asks_for_what_it_needs(self, chat: Chat, arguments: tuple[str, ...]) -> None:
         send_letters(chat, letter(chat.missing_deal().event("Ready"), partition=0))
-        assert dlq(chat, "discard", *arguments).exit_code == 2
+        result = dlq(chat, "discard", *arguments)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.stderr
         assert ledger(chat) == {}
 
 

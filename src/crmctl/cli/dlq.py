@@ -1,6 +1,7 @@
 """`crmctl dlq …`: list, show, replay, discard."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -206,6 +207,10 @@ def discard(
 
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
+    try:
+        reason.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--reason is not UTF-8, and could not be kept") from None
     filters = _filters(code, deal, tenant, key, since, until, [*(at or ()), *(letters or ())])
     if lost:
         if not filters.empty:
@@ -218,7 +223,7 @@ def discard(
         from crmctl.jobs.dead_letter_walk import Options
 
         if not yes and not dry_run:
-            command.confirm(f"Discard {_count(command, reader, filters)['open_count']} letters of {reader.topic.name}?")
+            command.confirm(f"Discard {_count(command, reader, filters)} letters of {reader.topic.name}?")
         with _bar(reader) as advance:
             run_job(
                 command,
@@ -235,9 +240,13 @@ def _acknowledge_lost(reason: str, *, yes: bool, dry_run: bool, form: output.For
 
     with Command(form) as command, _reader(command) as reader:
         from crmctl.jobs import acknowledge_lost_letters as job
+        from crmctl.jobs.dead_letters import lost_count
 
         if not yes and not dry_run:
-            lost = _count(command, reader)["lost_count"]
+            database = command.database("crmctl dlq discard")
+            lost = lost_count(database.begin(read_only=True), reader)
+            database.rollback()
+            database.close()
             command.confirm(f"Acknowledge that {lost} open letters are gone from {reader.topic.name}?")
         run_job(
             command,
@@ -263,7 +272,7 @@ def _filters(
         codes=frozenset(code or ()),
         deal_ids=frozenset(map(str, deal or ())),
         tenant_ids=frozenset(map(str, tenant or ())),
-        keys=frozenset(text.encode() for text in key or ()),
+        keys=frozenset(os.fsencode(text) for text in key or ()),
         ranges=_ranges(at or ()),
         since=since,
         until=until,
@@ -314,16 +323,14 @@ def _bar(reader: "TopicReader") -> "Iterator[Callable[[Progress], None]]":
         yield advance
 
 
-def _count(command: "Command", reader: "TopicReader", filters: "Filters | None" = None) -> Mapping[str, int]:
-    from crmctl.domain.dead_letters import Filters
+def _count(command: "Command", reader: "TopicReader", filters: "Filters") -> int:
     from crmctl.jobs import list_dead_letters as job
 
     database = command.database("crmctl dlq discard")
-    options = job.Options(filters or Filters(), limit=1)
-    found = job.query(database.begin(read_only=True), reader, options, lambda _: None)
+    found = job.query(database.begin(read_only=True), reader, job.Options(filters, limit=1), lambda _: None)
     database.rollback()
     database.close()
-    return found
+    return int(found["open_count"])
 
 
 def _operator() -> str:
