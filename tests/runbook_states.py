@@ -11,15 +11,17 @@ from uuid import UUID
 
 import psycopg
 import pytest
+from confluent_kafka import TopicPartition
 from psycopg import sql
 
 from crmctl.dev import bitrix24_tables
 from crmctl.dev.bitrix24_portal import Bitrix24StandIn, Reply, app_info
+from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.dev.postgres import PostgresServer
+from crmctl.domain.chat_status import RETRY_PAUSES
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC, CHAT_STATUS_TOPIC, TOPICS
 from crmctl.settings import ChatStatusSettings
 from tests.chat_status_support import Chat, Deal, hour_ago_ms, outgoing
-from tests.dlq_support import MALFORMED, NOT_FOUND, UNKNOWN, letter, send_letters
 from tests.expire_support import insert_due
 from tests.installations_support import PairIds, insert_pair
 from tests.integration.test_metrics_serve import serving
@@ -410,14 +412,40 @@ def events_that_cannot_be_applied(world: World) -> None:
 
 @state("dead letters", real_kafka=True)
 def dead_letters(world: World) -> None:
-    """Three letters: a deal that was missing and exists now, a status that nobody knows, and no JSON at all."""
+    """Three letters of the consumer: a deal that was missing and exists now, an unknown status, and no JSON at all."""
     chat = world.chat()
-    deal = chat.deal()
-    unknown = letter(deal.event("Closed"), UNKNOWN, reason="the status is not known", partition=0)
-    malformed = letter(None, MALFORMED, value=b"garbage", key="key", reason="it is not JSON", partition=0)
-    missing = letter(chat.deal().event("Ready"), NOT_FOUND, reason="the deal does not exist", attempts=5, partition=0)
-    for each in (missing, unknown, malformed):
-        send_letters(chat, each)
+    missing = chat.missing_deal()
+    chat.send(_keyed(missing.event("Ready")))
+    chat.consumed()
+    for _ in RETRY_PAUSES:
+        chat.let_pauses_pass()
+        chat.consumed()
+    chat.deal(id=missing.id, tenant_id=missing.tenant_id)
+    for event in (_keyed(chat.deal().event("Closed")), Outgoing(b"garbage", _KEY, partition=0)):
+        chat.send(event)
+        chat.consumed()
+
+
+@state("lost letters", real_kafka=True)
+def lost_letters(world: World) -> None:
+    """Two letters were open when somebody deleted their records; a replay had tried one of them."""
+    chat = world.chat()
+    chat.send(Outgoing(b"garbage", _KEY, partition=0))
+    chat.consumed()
+    world.crmctl("dlq replay")
+    chat.send(Outgoing(b"more of it", _KEY, partition=0))
+    chat.consumed()
+    gone = TopicPartition(chat.dlq_topic, 0, 2)
+    admin = chat.kafka.admin()
+    admin.delete_records([gone])[gone].result(30)
+
+
+# Whatever has it stands in partition 0 of the dead-letter topic.
+_KEY: Final = "key-1"
+
+
+def _keyed(event: ChatStatusChanged) -> Outgoing:
+    return outgoing(event, key=_KEY, partition=0)
 
 
 def _send(chat: Chat, deal: Deal, status: str) -> None:

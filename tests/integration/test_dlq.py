@@ -1,9 +1,11 @@
 """`crmctl dlq list|show|replay|discard` against a real PostgreSQL and Kafka."""
 
 import getpass
+import os
 import socket
 import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,8 +15,14 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import NewTopic
 
+from crmctl.adapters import kafka as adapter
+from crmctl.adapters import postgres
+from crmctl.adapters.topic_reader import TopicReader
 from crmctl.dev.kafka_mock import PARTITIONS
 from crmctl.jobs.dead_letters import STATEMENTS
+from crmctl.jobs.serve_metrics import OpenLetters
+from crmctl.settings import DatabaseSettings, KafkaSettings
+from crmctl.telemetry import logs
 from tests.chat_status_support import Chat, Deal, edited, outgoing
 from tests.dlq_support import (
     APPLY_FAILED,
@@ -325,19 +333,101 @@ class TestOneResolutionClosesAllOfItsSource:
         assert result["lost_count"] == 1
         assert {chat.status(deal) for deal in fresh} == {"Ready"}
 
-    @pytest.mark.real_kafka
-    def test_open_letters_that_retention_took_are_reported(self, chat: Chat) -> None:
+
+@pytest.mark.real_kafka
+class TestLostLetters:
+    """The topic holds them no more, and nobody has closed them."""
+
+    def take(self, chat: Chat, before: int) -> None:
+        """Retention takes what stands before this offset of partition 0."""
+        gone = TopicPartition(chat.dlq_topic, 0, before)
+        admin = chat.kafka.admin()
+        admin.delete_records([gone])[gone].result(30)
+
+    def acknowledged(self, chat: Chat, *args: str) -> int:
+        result = dlq(chat, "discard", "--lost", "--reason", "it was too short, INC-43", "--yes", *args)
+        assert result.exit_code == 0, result.stderr
+        count: int = result.json["acknowledged_count"]
+        return count
+
+    def test_are_reported_until_somebody_acknowledges_them(self, chat: Chat) -> None:
         send_letters(chat, letter(chat.deal().event("Ready"), partition=0))
         assert counts(replayed(chat)) == {"applied": 1}
+        send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(2)))
+        assert counts(replayed(chat)) == {"failed": 2}
         send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(4)))
-        admin = chat.kafka.admin()
-        gone = TopicPartition(chat.dlq_topic, 0, 3)
-        admin.delete_records([gone])[gone].result()
+        self.take(chat, 5)
         found = listed(chat)
-        assert (found["open_count"], found["lost_count"]) == (2, 2)
+        assert (found["open_count"], found["lost_count"]) == (2, 4)
         result = dlq(chat, "replay", "--strict")
-        assert result.exit_code == 3
-        assert result.json["lost_count"] == 2
+        assert (result.exit_code, result.json["lost_count"]) == (3, 4)
+
+        before = ledger(chat)
+        assert self.acknowledged(chat, "--dry-run") == 4
+        assert ledger(chat) == before
+        assert self.acknowledged(chat) == 4
+        assert self.acknowledged(chat) == 0
+        after = ledger(chat)
+        assert resolutions(chat) == {"applied": 1, "lost": 4, "failed": 2}
+        assert (after["0:1"]["code"], after["0:1"]["attempts"]) == (NOT_FOUND, 1)
+        for at in ("0:1", "0:4"):
+            assert after[at]["reason"] == "it was too short, INC-43"
+            assert after[at]["resolved_by"] == f"{getpass.getuser()}@{socket.gethostname()}"
+        found = listed(chat)
+        assert (found["open_count"], found["lost_count"]) == (2, 0)
+        assert replayed(chat)["lost_count"] == 0
+
+    def test_one_whose_source_another_letter_closed_is_none(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        self.take(chat, 1)
+        assert listed(chat)["lost_count"] == 1
+        insert_deal(chat.connection, id=deal.id, tenant_id=deal.tenant_id)
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"applied": 1}
+        assert listed(chat)["lost_count"] == 0
+        assert dlq(chat, "replay", "--strict").exit_code == 0
+        assert self.acknowledged(chat) == 0
+
+    def test_one_that_no_replay_has_met_can_be_acknowledged_too(self, chat: Chat) -> None:
+        """Its source was closed, which nobody can know any more."""
+        event = chat.missing_deal().event("Ready")
+        [first] = send_letters(chat, letter(event, source=(1, 7), partition=0))
+        assert dlq(chat, "discard", place(first), "--reason", "gone", "--yes").exit_code == 0
+        send_letters(chat, letter(event, source=(1, 7), partition=0))
+        self.take(chat, 2)
+        assert dlq(chat, "replay", "--strict").exit_code == 3
+        assert self.acknowledged(chat) == 1
+        assert dlq(chat, "replay", "--strict").exit_code == 0
+
+    def test_an_acknowledgement_closes_no_letter_that_is_still_there(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        self.take(chat, 1)
+        [again] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert self.acknowledged(chat) == 1
+        assert open_letters(chat) == {place(again)}
+        insert_deal(chat.connection, id=deal.id, tenant_id=deal.tenant_id)
+        assert counts(replayed(chat)) == {"applied": 1}
+
+    def test_of_an_earlier_topic_can_be_acknowledged_without_a_source(self, chat: Chat) -> None:
+        event = chat.missing_deal().event("Ready")
+        send_letters(chat, letter(event, without=("x-source-topic-id",), partition=0))
+        assert counts(replayed(chat)) == {"failed": 1}
+        admin = chat.kafka.admin()
+        admin.delete_topics([chat.dlq_topic])[chat.dlq_topic].result()
+        admin.create_topics([NewTopic(chat.dlq_topic, PARTITIONS, 1)])[chat.dlq_topic].result()
+        assert listed(chat)["lost_count"] == 1
+        assert self.acknowledged(chat) == 1
+        assert listed(chat)["lost_count"] == 0
+
+    @pytest.mark.parametrize("arguments", [("--at", "0"), ("0:1",), ("--code", MALFORMED)])
+    def test_are_acknowledged_all_together(self, chat: Chat, arguments: tuple[str, ...]) -> None:
+        result = dlq(chat, "discard", "--lost", *arguments, "--reason", "mine", "--yes")
+        assert result.exit_code == 2
+        assert "--lost" in result.stderr
 
 
 class TestALetterThatFailsAgain:
@@ -449,11 +539,82 @@ class TestFilters:
         second = replayed(chat, "--limit", "50")
         assert (counts(second), second["has_more"]) == ({"applied": 7}, False)
 
+    def test_what_they_do_not_select_is_not_written_though_its_source_is_closed(self, chat: Chat) -> None:
+        deal = chat.missing_deal()
+        [first] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=0))
+        assert dlq(chat, "discard", place(first), "--reason", "gone", "--yes").exit_code == 0
+        [again] = send_letters(chat, letter(deal.event("Ready"), source=(1, 7), partition=1))
+        before = ledger(chat)
+        for arguments in (("--at", "0"), ("--code", MALFORMED), ("--code", MALFORMED, "--limit", "1")):
+            assert counts(replayed(chat, *arguments)) == {}
+            assert ledger(chat) == before
+        assert counts(replayed(chat, "--at", place(again))) == {"duplicate": 1}
+
+    def test_a_letter_that_is_closed_with_another_of_its_source_is_not_left_open(self, chat: Chat) -> None:
+        event = chat.deal().event("Ready")
+        [first, _] = send_letters(chat, *(letter(event, source=(1, 7), partition=0) for _ in range(2)))
+        result = replayed(chat, "--at", place(first))
+        assert counts(result) == {"applied": 1}
+        assert result["open_count"] == listed(chat)["open_count"] == 0
+
+    def test_limit_reads_as_many_at_once_as_ever(self, chat: Chat) -> None:
+        """One that is selected, behind many that are not: a transaction for each of those would take minutes."""
+        send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(300)))
+        [last] = send_letters(chat, letter(None, MALFORMED, value=b"x", partition=0))
+        result = replayed(chat, "--limit", "1", "--code", MALFORMED)
+        assert counts(result) == {"failed": 1}
+        assert set(ledger(chat)) == {place(last)}
+        [run] = rows(chat.connection, "select batch from crm.job_runs where outcome = 'committed'")
+        assert run["batch"] <= 3, "a batch is at most what one poll of the broker brings"
+
+    def test_limit_leaves_what_follows_unread(self, chat: Chat) -> None:
+        """What it has read beyond is neither tried nor counted."""
+        records = send_letters(
+            chat,
+            letter(None, MALFORMED, value=b"x", partition=0),
+            *(letter(chat.deal().event("Ready"), partition=0) for _ in range(5)),
+        )
+        result = replayed(chat, "--limit", "2", "--code", NOT_FOUND)
+        assert counts(result) == {"applied": 2}
+        assert (result["open"], result["has_more"]) == ({MALFORMED: 1}, True)
+        assert set(ledger(chat)) == {place(records[1]), place(records[2])}
+
+    def test_limit_takes_the_same_letters_as_its_preview(self, chat: Chat) -> None:
+        """Whatever the order in which the broker answers for its partitions."""
+        send_letters(
+            chat,
+            *(letter(None, MALFORMED, value=b"x%d" % number, partition=0) for number in range(3)),
+            *(letter(chat.deal().event("Ready"), partition=1) for _ in range(3)),
+            *(letter(chat.deal(chat_status="Ready").event("Failed"), partition=2) for _ in range(3)),
+        )
+        arguments = ("--limit", "4", "--batch-size", "2")
+        foreseen, result, second = replayed(chat, "--dry-run", *arguments), replayed(chat, *arguments), replayed(chat)
+        assert counts(foreseen) == counts(result) == {"failed": 3, "applied": 1}
+        assert foreseen["open"] == result["open"] == {MALFORMED: 3}
+        assert counts(second) == {"applied": 2, "stale": 3}
+
     def test_rate_spreads_letters_over_time(self, chat: Chat) -> None:
         send_letters(chat, *(letter(chat.deal().event("Ready")) for _ in range(6)))
         result = replayed(chat, "--rate", "2")
         assert counts(result) == {"applied": 6}
         assert result["duration_ms"] >= 2_900
+
+    def test_rate_counts_letters_that_are_tried(self, chat: Chat) -> None:
+        """Those that are not selected take no time of it."""
+        send_letters(chat, *(letter(chat.deal().event("Ready"), partition=0) for _ in range(40)))
+        send_letters(chat, *(letter(None, MALFORMED, value=b"x%d" % number, partition=0) for number in range(3)))
+        result = replayed(chat, "--rate", "2", "--code", MALFORMED)
+        assert counts(result) == {"failed": 3}
+        assert 1_900 <= result["duration_ms"] < 10_000
+
+    def test_a_key_may_be_any_bytes(self, chat: Chat) -> None:
+        """As the shell's $'\\xff' gives them."""
+        key = b"a\xff"
+        [record] = chat.kafka.produce(chat.dlq_topic, [Outgoing(b"x", key, partition=0)])
+        send_letters(chat, letter(None, MALFORMED, value=b"x", key="a", partition=0))
+        assert open_letters(chat, "--key", os.fsdecode(key)) == {place(record)}
+        assert counts(replayed(chat, "--key", os.fsdecode(key))) == {"failed": 1}
+        assert set(ledger(chat)) == {place(record)}
 
     @pytest.mark.parametrize("text", ["x", "1:", "1:2-1", "-1", "1:2:3", "1:99999999999999999999", "3000000000"])
     def test_a_place_that_is_none_is_a_usage_error(self, chat: Chat, text: str) -> None:
@@ -480,6 +641,12 @@ class TestTheGroupsOffsets:
         assert {number: offset for number, offset in chat.committed(replay=True).items() if offset} == {0: 5, 1: 1}
 
     @pytest.mark.real_kafka
+    def test_stay_before_what_a_limit_has_left(self, chat: Chat) -> None:
+        send_letters(chat, *(letter(chat.deal().event("Ready"), partition=0) for _ in range(5)))
+        replayed(chat, "--limit", "2")
+        assert {number: offset for number, offset in chat.committed(replay=True).items() if offset} == {0: 2}
+
+    @pytest.mark.real_kafka
     def test_say_nothing_that_a_replay_believes(self, chat: Chat) -> None:
         """A database that was restored from before a replay tries its letters again."""
         deal = chat.deal()
@@ -490,6 +657,49 @@ class TestTheGroupsOffsets:
         rows(chat.connection, "update crm.deals set chat_status = 'Pending'")
         assert counts(replayed(chat)) == {"applied": 1}
         assert chat.status(deal) == "Ready"
+
+
+class TestTheGauge:
+    """`crm_chat_status_dlq_open` counts anew what may have changed, and nothing else."""
+
+    @pytest.fixture
+    def gauge(self, chat: Chat) -> Iterator[Callable[[], float]]:
+        kafka, log = KafkaSettings(bootstrap_servers=chat.kafka.bootstrap_servers), logs.configure()
+        admin = adapter.admin(kafka, log)
+
+        def open_reader() -> TopicReader:
+            consumer = adapter.consumer(kafka, log, group=f"{chat.group}-gauge", enable_partition_eof=True)
+            return TopicReader.open(consumer, admin, chat.dlq_topic, log)
+
+        database = postgres.Database(chat.database.url, DatabaseSettings(), application_name="gauge")
+        letters = OpenLetters(database, open_reader)
+        yield lambda: letters.read()[0].samples[0].value
+        database.close()
+
+    def test_sees_a_transaction_that_began_first_and_commits_last(self, chat: Chat, gauge: Callable[[], float]) -> None:
+        """Two replays at once; the ledger's times are those of the transactions' beginnings."""
+        records = send_letters(chat, *(letter(chat.missing_deal().event("Ready"), partition=0) for _ in range(3)))
+        assert counts(replayed(chat)) == {"failed": 3}
+        assert gauge() == 3
+        close = """update crm.dlq_resolutions set resolution = 'applied', resolved_at = now() where "offset" = %s"""
+        with chat.database.connect(autocommit=False) as slow, chat.database.connect(autocommit=False) as quick:
+            slow.execute("select now()")
+            quick.execute(close, (records[0].offset,))
+            quick.commit()
+            assert gauge() == 2
+            slow.execute(close, (records[1].offset,))
+            assert gauge() == 2
+            slow.commit()
+        assert gauge() == listed(chat)["open_count"] == 1
+
+    def test_sees_what_closes_the_source_of_another_letter(self, chat: Chat, gauge: Callable[[], float]) -> None:
+        event = chat.missing_deal().event("Ready")
+        [_, again] = send_letters(chat, *(letter(event, source=(1, 7), partition=number) for number in (0, 1)))
+        assert gauge() == 2
+        assert dlq(chat, "discard", place(again), "--reason", "gone", "--yes").exit_code == 0
+        assert gauge() == listed(chat)["open_count"] == 0
+        send_letters(chat, letter(chat.missing_deal().event("Ready"), partition=0))
+        assert gauge() == 1
 
 
 class TestList:
@@ -635,13 +845,16 @@ class TestDiscard:
         [
             pytest.param(("--at", "0"), id="no reason"),
             pytest.param(("--at", "0", "--reason", "  "), id="a blank reason"),
+            pytest.param(("--at", "0", "--reason", os.fsdecode(b"\xff"), "--yes"), id="a reason that is no text"),
             pytest.param(("--reason", "all of it", "--yes"), id="no letters"),
             pytest.param(("--at", "0", "--reason", "nobody to ask"), id="no terminal and no --yes"),
         ],
     )
     def test_asks_for_what_it_needs(self, chat: Chat, arguments: tuple[str, ...]) -> None:
         send_letters(chat, letter(chat.missing_deal().event("Ready"), partition=0))
-        assert dlq(chat, "discard", *arguments).exit_code == 2
+        result = dlq(chat, "discard", *arguments)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.stderr
         assert ledger(chat) == {}
 
 
@@ -665,8 +878,9 @@ def test_every_statement_of_the_ledger_uses_an_index(chat: Chat) -> None:
         "offsets": [5, 6],
         "first": [0, 0],
         "last": [9, 9],
+        "floors": [3_300, 3_300],
     }
-    for name in ("floors", "rows", "closed_sources"):
+    for name in ("floors", "rows", "closed_sources", "closed_count"):
         plan = chat.connection.execute(("explain " + STATEMENTS[name]).encode(), params).fetchall()
         text = "\n".join(str(row) for row in plan)
         assert "Seq Scan" not in text, text

@@ -1,11 +1,12 @@
 """`crmctl dlq …`: list, show, replay, discard."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from uuid import UUID
 
 import typer
@@ -185,16 +186,22 @@ def discard(
     since: Since = None,
     until: Until = None,
     at: At = None,
+    lost: Annotated[
+        bool, typer.Option("--lost", help="Instead: all that were open when their topic lost them.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: DryRun = False,
     form: Output = output.Format.TABLE,
 ) -> None:
     """Close dead letters that will never be applied. Asks first; the records stay in their topic.
 
+    With --lost it acknowledges letters that were open when retention or a deletion took their records.
+
     \b
     Examples:
       crmctl dlq discard 2:17 2:18 --reason "test data" --yes
       crmctl dlq discard --code CRM_CHAT_STATUS_MALFORMED --reason "sent by hand" --dry-run
+      crmctl dlq discard --lost --reason "retention was too short, INC-43"
     """
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
@@ -202,7 +209,15 @@ def discard(
 
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
+    try:
+        reason.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--reason is not UTF-8, and could not be kept") from None
     filters = _filters(code, deal, tenant, key, since, until, [*(at or ()), *(letters or ())])
+    if lost:
+        if not filters.empty:
+            raise typer.BadParameter("--lost means all that are lost, and goes with no letters and no filters")
+        _acknowledge_lost(reason.strip(), yes=yes, dry_run=dry_run, form=form)
     if filters.empty:
         raise typer.BadParameter("name letters, or select them by a filter; every open letter is: --at 0 --at 1 …")
     with Command(form) as command, _reader(command) as reader:
@@ -221,6 +236,29 @@ def discard(
             )
 
 
+def _acknowledge_lost(reason: str, *, yes: bool, dry_run: bool, form: output.Format) -> NoReturn:
+    from crmctl.cli.command import Command
+    from crmctl.cli.run import Plan, View, run_job
+
+    with Command(form) as command, _reader(command) as reader:
+        from crmctl.jobs import acknowledge_lost_letters as job
+        from crmctl.jobs.dead_letters import lost_count
+
+        if not yes and not dry_run:
+            database = command.database("crmctl dlq discard")
+            lost = lost_count(database.begin(read_only=True), reader)
+            database.rollback()
+            database.close()
+            command.confirm(f"Acknowledge that {lost} open letters are gone from {reader.topic.name}?")
+        run_job(
+            command,
+            job.job(reader, operator(), reason),
+            job.Options(command.settings.chat_status.dlq_group),
+            View(form, _render_acknowledged),
+            Plan(drain=True, dry_run=dry_run),
+        )
+
+
 def _filters(
     code: Sequence[str] | None,
     deal: Sequence[UUID] | None,
@@ -236,7 +274,7 @@ def _filters(
         codes=frozenset(code or ()),
         deal_ids=frozenset(map(str, deal or ())),
         tenant_ids=frozenset(map(str, tenant or ())),
-        keys=frozenset(text.encode() for text in key or ()),
+        keys=frozenset(os.fsencode(text) for text in key or ()),
         ranges=_ranges(at or ()),
         since=since,
         until=until,
@@ -360,6 +398,11 @@ def _render_discard(document: Mapping[str, Any]) -> str:
             "Duration, ms": document["duration_ms"],
         }
     )
+
+
+def _render_acknowledged(document: Mapping[str, Any]) -> str:
+    title = "Would be acknowledged" if document["dry_run"] else "Acknowledged"
+    return output.fields({title: document["acknowledged_count"], "Duration, ms": document["duration_ms"]})
 
 
 def _tally(total: int, by_code: Mapping[str, int]) -> str:

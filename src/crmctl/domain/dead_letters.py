@@ -37,12 +37,16 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Resolution(StrEnum):
-    """What became of a letter, as `dlq_resolutions` keeps it. Failed: it was tried and is still open."""
+    """What became of a letter, as `dlq_resolutions` keeps it.
+
+    Failed: it was tried and is still open. Lost: its topic lost it while it was open, and somebody acknowledged that.
+    """
 
     APPLIED = "applied"
     STALE = "stale"
     DUPLICATE = "duplicate"
     DISCARDED = "discarded"
+    LOST = "lost"
     FAILED = "failed"
 
 

@@ -94,6 +94,22 @@ def floors(tx: Transaction, reader: TopicReader) -> dict[int, int]:
     return {row["partition"]: row["floor"] for row in rows}
 
 
+def closed_count(tx: Transaction, reader: TopicReader, places: Mapping[int, int]) -> int:
+    """How many letters are closed by a row of their own at these places, which were `floors` once, or later.
+
+    It rises with every commit by which fewer letters of this topic are open, and only then, so two equal figures mean
+    that nothing was closed between them. For what closes a letter is a row, of its own or of another one of its source;
+    such a row is never changed nor deleted, and what stands before a floor has one already. Since it is counted from
+    what a snapshot sees, and no time or order of writing is in it, transactions may overlap as they like: one that
+    began first and commits last raises it when it commits. (Rows of an earlier topic of this name are written no more.)
+    """
+    row = tx.one(
+        STATEMENTS["closed_count"],
+        {"topic_id": reader.topic.id, "partitions": list(places), "floors": list(places.values())},
+    )
+    return int(row["closed_count"])
+
+
 def look(tx: Transaction, letters: Sequence[Letter]) -> list[Found]:
     """Find what the ledger says of letters of one topic."""
     if not letters:

@@ -53,6 +53,9 @@ def examine_dead_letters(part: Part, look: Look) -> None:
     part.figures["dead_letters"] = letters
     if letters.open_count or letters.lost_count:
         lost = f", {letters.lost_count} were lost to retention" if letters.lost_count else ""
-        part.add(warning(name, f"{letters.open_count} are open{lost}", "look at them: crmctl dlq list --summary"))
+        fix = "look at them: crmctl dlq list --summary"
+        if letters.lost_count:
+            fix += "; acknowledge what is lost: crmctl dlq discard --lost --reason TEXT"
+        part.add(warning(name, f"{letters.open_count} are open{lost}", fix))
     else:
         part.add(ok(name, "none is open"))

@@ -5,7 +5,8 @@ start. One batch is one transaction, in this order:
 
 1. reads up to N letters from Kafka; nothing is locked yet;
 2. takes an advisory lock for each of their partitions, so that two replays cannot try one letter at the same time;
-3. looks the letters up in the ledger: what is closed is passed over, what the filters do not select stays as it is;
+3. looks the letters up in the ledger: what is closed is passed over, what the filters do not select stays as it is,
+   and what --limit or --rate leaves no room for is read again by the next batch or the next run;
 4. applies the rest by `project_chat_status.project_again`, under a savepoint: the deals are locked in id order, then
    `deals.chat_status`, `deal_chat_positions` and `processed_messages` are written as the consumer writes them; what
    PostgreSQL refuses is found by bisecting, and the savepoint runs again without it;
@@ -26,7 +27,7 @@ from crmctl.adapters.topic_reader import TopicReader
 from crmctl.domain.chat_status import Decision, ErrorCode, Event, Outcome, Position
 from crmctl.domain.dead_letters import Letter, Resolution
 from crmctl.jobs import dead_letter_walk
-from crmctl.jobs.dead_letter_walk import Handled, Options, Progress, selected
+from crmctl.jobs.dead_letter_walk import Choice, Options, Progress
 from crmctl.jobs.dead_letters import Entry, Found
 from crmctl.jobs.job import Job
 from crmctl.jobs.project_chat_status import WriteRefused, project_again
@@ -48,13 +49,10 @@ def job(reader: TopicReader, actor: str, committed: Callable[[Progress], None]) 
     return dead_letter_walk.job(JOB_NAME, _COUNTED, _handle, reader, actor, committed)
 
 
-def _handle(tx: Transaction, options: Options, found: Sequence[Found]) -> Handled:
-    open_ones = selected(options, found)
-    chosen = [item for item in open_ones if options.max_attempts is None or item.tries < options.max_attempts]
-    entries = [_closed_elsewhere(item) for item in found if item.closed_by_another]
-    tried = zip(chosen, _try(tx, [item.letter for item in chosen]), strict=True)
-    entries += [_entry(item, *verdict) for item, verdict in tried if not _as_before(item, *verdict[:2])]
-    return Handled(entries, len(chosen), len(open_ones) - len(chosen))
+def _handle(tx: Transaction, choice: Choice) -> list[Entry]:
+    entries = [_closed_elsewhere(item) for item in choice.elsewhere]
+    tried = zip(choice.tried, _try(tx, [item.letter for item in choice.tried]), strict=True)
+    return entries + [_entry(item, *verdict) for item, verdict in tried if not _as_before(item, *verdict[:2])]
 
 
 Verdict = tuple[Resolution, str | None, str | None]

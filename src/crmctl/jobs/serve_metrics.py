@@ -10,7 +10,7 @@ and jobs as well; the label `database` tells them apart.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import Final
 
@@ -26,7 +26,7 @@ from crmctl.adapters.topic_reader import TopicReader
 from crmctl.domain.databases import DatabaseName
 from crmctl.domain.errors import CrmctlError
 from crmctl.jobs import figures, list_dead_letters, list_installations
-from crmctl.jobs.dead_letters import STATEMENTS
+from crmctl.jobs.dead_letters import closed_count, floors
 from crmctl.settings import Bitrix24Settings
 from crmctl.telemetry.logs import Log
 
@@ -205,6 +205,7 @@ class OpenLetters:
 
     database: Database
     open_reader: Callable[[], TopicReader]
+    _floors: Mapping[int, int] = field(default_factory=dict)
     _counted: tuple[object, ...] | None = None
     _count: int = 0
 
@@ -213,19 +214,25 @@ class OpenLetters:
         reader = self.open_reader()
         try:
             tx = self.database.begin(read_only=True)
-            state = (reader.topic.id, reader.first, reader.ends, tx.one(STATEMENTS["state"]))
-            if state != self._counted:
-                self._count = list_dead_letters.query(tx, reader, list_dead_letters.Options(), lambda _: None)[
-                    "open_count"
-                ]
-                self._counted = state
+            if self._state(tx, reader) != self._counted:
+                # The state first: what is committed between the two is in the count, and counted again next time.
+                self._floors = floors(tx, reader)
+                state = self._state(tx, reader)
+                found = list_dead_letters.query(tx, reader, list_dead_letters.Options(), lambda _: None)
+                self._counted, self._count = state, found["open_count"]
             self.database.rollback()
         except BaseException:
+            # Another server may answer next, or the same one from a backup.
+            self._counted = None
             self.database.close()
             raise
         finally:
             reader.close()
         return [_gauge("crm_chat_status_dlq_open", "Dead letters that nobody has resolved", self._count)]
+
+    def _state(self, tx: Transaction, reader: TopicReader) -> tuple[object, ...]:
+        """What the count goes by: the topic as it is, and what is closed in it since the floors were found."""
+        return reader.topic.id, reader.first, reader.ends, closed_count(tx, reader, self._floors)
 
 
 class Exporter(Collector):

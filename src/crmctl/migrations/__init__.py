@@ -22,6 +22,7 @@ REVISIONS: Final[dict[str, tuple[str, ...]]] = {
         "bookkeeping_0004",
         "bookkeeping_0005",
         "bookkeeping_0006",
+        "bookkeeping_0007",
     ),
 }
 

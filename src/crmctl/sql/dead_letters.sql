@@ -51,7 +51,8 @@ cross join lateral (
 ) r
 
 -- name: closed_sources
--- Which source records are done by any of their letters. By ix_dlq_resolutions_source, one look each.
+-- Which source records are done by any of their letters; that one was lost says nothing of the others. By
+-- ix_dlq_resolutions_source, one look each.
 select r.*
 from unnest(%(topic_ids)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[]) as u (topic_id, partition, position)
 cross join lateral (
@@ -61,7 +62,7 @@ cross join lateral (
     where d.source_topic_id = u.topic_id
         and d.source_partition = u.partition
         and d.source_offset = u.position
-        and d.resolution <> 'failed'
+        and d.resolution not in ('failed', 'lost')
     limit 1
 ) r
 
@@ -88,8 +89,9 @@ set resolution = excluded.resolution,
 where d.resolution = 'failed'
 
 -- name: lost
--- Letters that were never closed and that the topic holds no more: those before its first offsets, and those of
--- earlier topics of this name that failed a replay. By primary key and ix_dlq_resolutions_failed.
+-- Letters that are open and that the topic holds no more: those before its first offsets that have no row, whose source
+-- nobody knows any more; and those that failed a replay, there or in an earlier topic of this name, unless another letter
+-- closed their source. By primary key, ix_dlq_resolutions_failed and ix_dlq_resolutions_source.
 select (
     select coalesce(sum(p.first), 0)
     from unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
@@ -100,26 +102,84 @@ select (
         on r.topic_id = %(topic_id)s
         and r.partition = p.partition
         and r."offset" < p.first
-        and r.resolution <> 'failed'
 ) + (
     select count(*)
     from crm.dlq_resolutions r
+    left join unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+        on p.partition = r.partition
     where r.resolution = 'failed'
-        and r.topic_id <> %(topic_id)s
+        and (r.topic_id <> %(topic_id)s or r."offset" < p.first)
         and not exists (
             select
             from crm.dlq_resolutions c
             where c.source_topic_id = r.source_topic_id
                 and c.source_partition = r.source_partition
                 and c.source_offset = r.source_offset
-                and c.resolution <> 'failed'
+                and c.resolution not in ('failed', 'lost')
         )
 ) as lost_count
 
--- name: state
--- Changes with every row that is written; who counted before need not count again while it is the same.
-select count(*) as row_count, max(r.resolved_at) as last_at
-from crm.dlq_resolutions r
+-- name: acknowledge_failed
+-- Up to so many of the lost letters that have a row: `lost` from now on, with who says so and why.
+with gone as (
+    select r.topic_id, r.partition, r."offset"
+    from crm.dlq_resolutions r
+    left join unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+        on p.partition = r.partition
+    where r.resolution = 'failed'
+        and (r.topic_id <> %(topic_id)s or r."offset" < p.first)
+        and not exists (
+            select
+            from crm.dlq_resolutions c
+            where c.source_topic_id = r.source_topic_id
+                and c.source_partition = r.source_partition
+                and c.source_offset = r.source_offset
+                and c.resolution not in ('failed', 'lost')
+        )
+    limit %(limit)s
+    for update of r
+),
+acknowledged as (
+    update crm.dlq_resolutions d
+    set resolution = 'lost',
+        reason = %(reason)s,
+        resolved_by = %(resolved_by)s,
+        run_id = %(run_id)s,
+        resolved_at = now()
+    from gone g
+    where d.topic_id = g.topic_id
+        and d.partition = g.partition
+        and d."offset" = g."offset"
+    returning d."offset"
+)
+select count(*) as acknowledged_count
+from acknowledged
+
+-- name: acknowledge_unseen
+-- The lost letters of a run of offsets that have no row get one.
+with acknowledged as (
+    insert into crm.dlq_resolutions as d (topic_id, partition, "offset", resolution, reason, resolved_by, run_id)
+    select %(topic_id)s, %(partition)s, u.position, 'lost', %(reason)s, %(resolved_by)s, %(run_id)s
+    from generate_series(%(from)s::bigint, %(to)s::bigint - 1) as u (position)
+    on conflict (topic_id, partition, "offset") do nothing
+    returning d."offset"
+)
+select count(*) as acknowledged_count
+from acknowledged
+
+-- name: closed_count
+-- How many letters of a topic are closed at these places or later; see jobs.dead_letters.closed_count. A range of the
+-- primary key for each partition.
+select coalesce(sum(r.closed_count), 0) as closed_count
+from unnest(%(partitions)s::integer[], %(floors)s::bigint[]) as p (partition, floor)
+cross join lateral (
+    select count(*) as closed_count
+    from crm.dlq_resolutions d
+    where d.topic_id = %(topic_id)s
+        and d.partition = p.partition
+        and d."offset" >= p.floor
+        and d.resolution <> 'failed'
+) r
 
 -- name: deal
 -- The deal of a letter as it is now.
