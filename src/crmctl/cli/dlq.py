@@ -239,6 +239,7 @@ def discard(
 def _acknowledge_lost(reason: str, *, yes: bool, dry_run: bool, form: output.Format) -> NoReturn:
     from crmctl.cli.command import Command
     from crmctl.cli.run import Plan, View, run_job
+    from crmctl.cli.whoami import operator
 
     with Command(form) as command, _reader(command) as reader:
         from crmctl.jobs import acknowledge_lost_letters as job
