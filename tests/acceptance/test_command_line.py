@@ -346,6 +346,8 @@ def test_a_wrong_command_line_is_2(arguments: tuple[str, ...]) -> None:
         ("outbox", "list", "--aggregate", "\udcff"),
         ("bookings", "list", "--status", "Booked\udcff"),
         ("jobs", "pause", "expire-bookings", "--reason", "\udcff"),
+        ("dlq", "list", "--code", "\udcff"),
+        ("dlq", "discard", "0:1", "--reason", "\udcff", "--yes"),
         ("bookings", "show", "\udcff"),
         ("\udcff",),
     ],

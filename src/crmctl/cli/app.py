@@ -1,6 +1,7 @@
 """The command tree. Modules under cli/ import nothing heavy at their top, so that --help is fast."""
 
 import sys
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -63,7 +64,9 @@ def main(
     Exit codes: 0 done, 1 a bug, 2 usage, 3 rows need a person (--strict), 10 not found, 11 forbidden, 12 invalid
     state, 69 unreachable, 74 output not written, 75 try again later, 78 configuration, 130/143 interrupted.
     """
-    for argument in sys.argv[1:]:
+    for before, argument in pairwise(sys.argv):
+        if before == "--key" or argument.startswith("--key="):
+            continue  # a record's key is any bytes
         try:
             argument.encode()
         except UnicodeEncodeError:

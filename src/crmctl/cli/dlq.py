@@ -209,10 +209,6 @@ def discard(
 
     if not reason.strip():
         raise typer.BadParameter("say why: --reason TEXT")
-    try:
-        reason.encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("--reason is not UTF-8, and could not be kept") from None
     filters = _filters(code, deal, tenant, key, since, until, [*(at or ()), *(letters or ())])
     if lost:
         if not filters.empty:
