@@ -19,7 +19,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters.postgres import Database as Transactions
@@ -477,10 +477,12 @@ def test_without_postgresql_until_caught_up_exits_69_and_commits_nothing(chat: C
 
 @dataclass(slots=True)
 class Message:
-    """A record as confluent_kafka hands it out."""
+    """A record as confluent_kafka hands it out, or the end of a partition."""
 
     number: int
     position: int
+    timestamp_ms: int = 0
+    is_end: bool = False
 
     def partition(self) -> int:
         return self.number
@@ -489,12 +491,15 @@ class Message:
         return self.position
 
     def timestamp(self) -> tuple[int, int]:
-        return 1, 0
+        return 1, self.timestamp_ms
 
-    def error(self) -> None:
+    def error(self) -> KafkaError | None:
+        return KafkaError(KafkaError._PARTITION_EOF) if self.is_end else None
+
+    def value(self) -> None:
         return None
 
-    key = value = headers = error
+    key = headers = value
 
 
 @dataclass(slots=True)
@@ -503,35 +508,107 @@ class Member:
 
     ahead: list[Message]
     committed: dict[int, int] = field(default_factory=dict)
+    paused: set[int] = field(default_factory=set)
 
     def consume(self, limit: int, seconds: float) -> list[Message]:
-        taken, self.ahead = self.ahead[:limit], self.ahead[limit:]
+        ready = [message for message in self.ahead if message.number not in self.paused]
+        taken = ready[:limit]
+        self.ahead = [message for message in self.ahead if message not in taken]
         return taken
 
     def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
         self.committed |= {entry.partition: entry.offset for entry in offsets}
 
-    def pause(self, partitions: list[TopicPartition]) -> None: ...
+    def pause(self, partitions: list[TopicPartition]) -> None:
+        self.paused |= {entry.partition for entry in partitions}
 
-    resume = pause
+    def resume(self, partitions: list[TopicPartition]) -> None:
+        self.paused -= {entry.partition for entry in partitions}
 
 
-def test_a_record_that_slips_in_while_the_batch_is_held_is_not_acknowledged_with_the_batch() -> None:
-    """A partition that becomes ours meanwhile: its record is kept for the next poll, and a crash must not lose it."""
+def source_of(member: Member, *partitions: int) -> RecordSource:
+    """A record source to which these partitions were assigned."""
+    topic = Topic("topic", "id", len(partitions))
+    assigned: dict[int, int | None] = dict.fromkeys(partitions)
+    return RecordSource(cast(Consumer, member), cast(AdminClient, None), topic, logs.configure(), assigned)
+
+
+def held(looks: int) -> Callable[[], bool]:
+    """Whether to stop, for a hold that looks at its partitions so often."""
+    left = iter([False] * looks)
+    return lambda: next(left, True)
+
+
+def test_a_record_that_comes_while_the_batch_is_held_is_not_acknowledged_with_the_batch() -> None:
+    """It is kept for the next poll, and a crash must not lose it."""
     member = Member([Message(0, 5)])
-    source = RecordSource(
-        cast(Consumer, member), cast(AdminClient, None), Topic("topic", "id", 2), logs.configure(), {0: None, 1: None}
-    )
+    source = source_of(member, 0, 1)
     assert [record.position.offset for record in source.poll(10, 0)] == [5]
     member.ahead = [Message(1, 7), Message(1, 8)]
-    looks = iter([False, False, True])
-    source.hold(60, lambda: next(looks))
+    source.hold(60, held(2))
     source.commit()
     assert member.committed.get(0) == 6
     assert member.committed.get(1, 7) == 7
-    assert [record.position.offset for record in source.poll(10, 0)] == [7, 8]
+    assert [record.position.offset for record in source.poll(10, 0)] == [7]
+    assert [record.position.offset for record in source.poll(10, 0)] == [8]
     source.commit()
     assert member.committed == {0: 6, 1: 9}
+
+
+def test_a_hold_reads_one_record_of_each_partition_and_none_of_those_that_have_some_in_hand() -> None:
+    member = Member([Message(0, 5), Message(0, 6)])
+    source = source_of(member, 0, 1, 2)
+    source.poll(1, 0)
+    member.ahead += [Message(1, 7), Message(1, 8), Message(2, 9)]
+    for _ in range(2):
+        source.hold(60, held(10))
+    assert member.ahead == [Message(0, 6), Message(1, 8)]
+    assert [record.position[1:] for record in source.poll(10, 0)] == [(1, 7), (2, 9)]
+    assert member.paused == set()
+
+
+def test_the_oldest_unread_record_is_known_while_the_broker_stalls_and_gone_at_the_end_of_its_partition_only() -> None:
+    member = Member([Message(0, 5, 1_000), Message(0, 6, 2_000)])
+    source = source_of(member, 0)
+    assert source.oldest_unread_ms is None
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 1_000
+    source.commit()
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 2_000, "nothing came, but the end was not reached"
+    member.ahead = [Message(0, 7, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_oldest_unread_record_is_that_of_the_partition_that_is_furthest_behind(order: tuple[int, int]) -> None:
+    messages = {0: Message(0, 5, 1_000), 1: Message(1, 5, 9_000)}
+    member = Member([messages[number] for number in order])
+    source = source_of(member, 0, 1)
+    source.poll(10, 0)
+    member.ahead = [Message(1, 6, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 1_000, "in hand"
+    source.commit()
+    assert source.oldest_unread_ms == 1_000, "more may follow it"
+    member.ahead = [Message(1, 6, 9_500)]
+    source.poll(10, 0)
+    source.commit()
+    assert source.oldest_unread_ms == 1_000, "another partition goes on"
+    member.ahead = [Message(0, 6, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 9_500
+
+
+def test_a_record_that_comes_to_an_idle_topic_while_it_is_held_is_the_oldest_unread_one() -> None:
+    member = Member([])
+    source = source_of(member, 0, 1)
+    member.ahead = [Message(1, 7, 3_000)]
+    source.hold(60, held(3))
+    assert source.oldest_unread_ms == 3_000
+    source.commit()
+    assert source.oldest_unread_ms == 3_000, "it was read, and not handled"
 
 
 # --- transactions of the producer -------------------------------------------------------------------------------------

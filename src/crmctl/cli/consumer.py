@@ -59,7 +59,7 @@ def run_consumer(
         source=source,
         database=command.database(f"crmctl {JOB_NAME}"),
         dead_letters=DeadLetters(dead_letters, chat.dlq_topic, chat.group),
-        metrics=metrics.ChatStatusMetrics(),
+        metrics=metrics.ChatStatusMetrics(lambda: source.oldest_unread_ms),
         tracing=Tracing(),
         log=command.log,
         group=chat.group,

@@ -161,8 +161,6 @@ class Consumption:
     def _handle(self, records: Sequence[RawRecord]) -> int:
         """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided."""
         started, decided = time.monotonic(), 0
-        if records and self.metrics.oldest_unread_ms is None:
-            self.metrics.oldest_unread_ms = records[0].timestamp_ms
         batch, malformed = self._decode(records)
         condemned: dict[Position, tuple[ErrorCode, str]] = {}
         pause = 1.0
@@ -184,7 +182,6 @@ class Consumption:
                 moved = self.source.take_moved()
                 batch = None if batch is None else _without(batch, moved)
                 malformed = [letter for letter in malformed if letter[0].position.partition not in moved]
-        self.metrics.oldest_unread_ms = None if self.source.idle or not records else records[-1].timestamp_ms
         if records:
             self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
         return decided
