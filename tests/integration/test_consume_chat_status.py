@@ -499,6 +499,9 @@ class Message:
     def value(self) -> None:
         return None
 
+    def __len__(self) -> int:
+        return 0
+
     key = headers = value
 
 
@@ -570,7 +573,6 @@ def test_a_hold_reads_one_record_of_each_partition_and_none_of_those_that_have_s
 def test_the_oldest_unread_record_is_known_while_the_broker_stalls_and_gone_at_the_end_of_its_partition_only() -> None:
     member = Member([Message(0, 5, 1_000), Message(0, 6, 2_000)])
     source = source_of(member, 0)
-    assert source.oldest_unread_ms is None
     source.poll(10, 0)
     assert source.oldest_unread_ms == 1_000
     source.commit()

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import kafka
-from crmctl.adapters.records import RawRecord, Topic, describe_topic, raw_record
+from crmctl.adapters.records import PORTION_BYTES, RawRecord, Topic, describe_topic, portions, raw_record
 from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import ConfigurationError, UnavailableError
 from crmctl.telemetry.logs import Log
@@ -83,9 +83,10 @@ class RecordSource:
             raise kafka.unavailable(error.args[0]) from None
 
     def poll(self, limit: int, seconds: float) -> list[RawRecord]:
-        """Take up to `limit` records, waiting at most so long. Raises UnavailableError or ConfigurationError.
+        """Take up to `limit` records and PORTION_BYTES, waiting at most so long.
 
-        No record is lost to an error: the next call returns what was read before it.
+        Raises UnavailableError or ConfigurationError. No record is lost to an error: the next call returns what was
+        read before it.
         """
         if self._unsure:
             self._settle()
@@ -93,12 +94,13 @@ class RecordSource:
             self._consume(limit, seconds)
         if self._unsure:  # since this call: a rebalance happened in it
             return []
-        carried, self._carried = self._carried, []
-        return carried
+        first = next(portions(self._carried[:limit], lambda record: record.size), [])
+        del self._carried[: len(first)]
+        return first
 
     def _consume(self, limit: int, seconds: float) -> None:
         failure: UnavailableError | None = None
-        for message in self.consumer.consume(limit, seconds):
+        for message in kafka.take(self.consumer, limit, PORTION_BYTES, seconds):
             if (error := message.error()) is None:
                 self._keep(message)
             elif error.code() == KafkaError._PARTITION_EOF:

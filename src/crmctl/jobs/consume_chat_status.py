@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 import psycopg
 
 from crmctl.adapters import postgres
-from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.dead_letters import DeadLetters, Letter, Stopped
 from crmctl.adapters.postgres import Database, Transaction
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import RawRecord
@@ -42,7 +42,6 @@ from crmctl.telemetry.metrics import ChatStatusMetrics
 from crmctl.telemetry.tracing import Tracing
 
 T = TypeVar("T")
-Letter = tuple[RawRecord, ErrorCode, str, int]
 
 JOB_NAME: Final = "consume-chat-status"
 _POLL_SECONDS: Final = 0.2
@@ -168,20 +167,26 @@ class Consumption:
             try:
                 if malformed:
                     self._check_pause()
-                    self._write_letters(malformed, {})
+                    self._write_letters(malformed, {}, condemned)
                     malformed = []
                 if batch is not None:
                     decided = self._apply(batch, condemned)
                     batch = None
                 self.source.commit()
                 break
+            except Stopped:
+                return decided
             except (JobPausedError, psycopg.Error, UnavailableError, TryAgainError) as error:
                 pause = self._wait_out(error, pause)
                 if self.run.stopping() or (self._paused and self.run.budget.spent):
                     return decided
                 moved = self.source.take_moved()
                 batch = None if batch is None else _without(batch, moved)
-                malformed = [letter for letter in malformed if letter[0].position.partition not in moved]
+                malformed = [
+                    letter
+                    for letter in malformed
+                    if letter[0].position.partition not in moved and letter[0].position not in condemned
+                ]
         if records:
             self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
         return decided
@@ -235,8 +240,21 @@ class Consumption:
             raws[record.position] = record
         return Batch(tuple(events), raws), malformed
 
-    def _write_letters(self, letters: Sequence[Letter], events: Mapping[Position, Event]) -> None:
-        self.dead_letters.write(list(letters), self.run.stopping)
+    def _write_letters(
+        self,
+        letters: Sequence[Letter],
+        events: Mapping[Position, Event],
+        condemned: dict[Position, tuple[ErrorCode, str]],
+    ) -> None:
+        """Write dead letters; those that are there are condemned, so that only the others are written again."""
+
+        def acknowledged(written: Sequence[Letter]) -> None:
+            condemned.update({record.position: (code, reason) for record, code, reason, _ in written})
+            self._count_letters(written, events)
+
+        self.dead_letters.write(letters, self.run.stopping, acknowledged)
+
+    def _count_letters(self, letters: Sequence[Letter], events: Mapping[Position, Event]) -> None:
         self.metrics.dlq.inc(len(letters))
         for record, code, reason, attempts in letters:
             event = events.get(record.position)  # None: it is malformed
@@ -267,8 +285,8 @@ class Consumption:
             except DeadLettersFirst as first:
                 self.database.rollback()
                 letters = [(raw, d.code or ErrorCode.APPLY_FAILED, d.reason, d.attempts) for raw, d in first.letters]
-                self._write_letters(letters, {raw.position: decision.event for raw, decision in first.letters})
-                condemned |= {raw.position: (code, reason) for raw, code, reason, _ in letters}
+                events = {raw.position: decision.event for raw, decision in first.letters}
+                self._write_letters(letters, events, condemned)
             except BaseException:
                 self._rollback()
                 raise
