@@ -18,6 +18,7 @@ from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 from crmctl.adapters.dead_letters import DeadLetters, Stopped
 from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.records import RawRecord
+from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import ErrorCode, Position
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
 from tests.chat_status_support import Chat, Letter, hour_ago_ms, log_lines, metric, outgoing
@@ -309,7 +310,7 @@ def test_while_one_letter_is_refused_the_others_are_written_and_counted_once(
 ) -> None:
     chat = Chat.make(kafka, database, make_topic, dlq_config={"max.message.bytes": "2000"})
     deal = chat.deal()
-    large = {
+    large: dict[str, ChatStatusChanged | Outgoing] = {
         "malformed": Outgoing(b"x" * 10_000, "big", partition=0),
         "unknown": deal.event("Unknown", failure_reason="x" * 10_000),
     }

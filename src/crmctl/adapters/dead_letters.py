@@ -43,7 +43,7 @@ class DeadLetters:
 
         Raises UnavailableError unless all were acknowledged, and Stopped where that is a signal's doing.
         """
-        for portion in portions(letters, lambda letter: letter[0].size):
+        for portion in portions(letters, lambda letter: letter[0].size()):
             self._write(portion, stopping, acknowledged)
 
     def _write(

@@ -50,7 +50,7 @@ class RecordSource:
     _committed: dict[int, int] = field(default_factory=dict)
     _carried: list[RawRecord] = field(default_factory=list)
     _moved: set[int] = field(default_factory=set)
-    # Kafka's timestamps (ms) by partition: of the oldest record that was read and is not handled, and, where the end
+    # Kafka's timestamps (ms) by partition: of the first record that was read and is not handled, and, where the end
     # was not seen since, of the last record that was read or else the moment when the partition became ours.
     _in_hand: dict[int, float] = field(default_factory=dict)
     _behind: dict[int, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class RecordSource:
             self._consume(limit, seconds)
         if self._unsure:  # since this call: a rebalance happened in it
             return []
-        first = next(portions(self._carried[:limit], lambda record: record.size), [])
+        first = next(portions(self._carried[:limit], RawRecord.size), [])
         del self._carried[: len(first)]
         return first
 
@@ -212,7 +212,7 @@ class RecordSource:
         """Count a record among those in hand; return its timestamp (ms), which is now where it has none."""
         number = record.position.partition
         milliseconds = record.timestamp_ms if record.timestamp_ms >= 0 else _now_ms()
-        self._in_hand[number] = min(milliseconds, self._in_hand.get(number, milliseconds))
+        self._in_hand.setdefault(number, milliseconds)
         return milliseconds
 
     def _reach(self, message: Message) -> None:

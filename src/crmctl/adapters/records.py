@@ -28,7 +28,6 @@ class RawRecord(NamedTuple):
     headers: Headers
     timestamp_ms: int
 
-    @property
     def size(self) -> int:
         """Bytes of its key, value and headers."""
         size = len(self.key or b"") + len(self.value or b"")

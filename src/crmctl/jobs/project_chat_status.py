@@ -222,7 +222,7 @@ def _letters(
 
     def size(decision: Decision) -> int:
         position = decision.event.position
-        return raws[position].size if position in raws else waiting.sizes[position]
+        return raws[position].size() if position in raws else waiting.sizes[position]
 
     first = next(portions(decisions, size))
     deferred = [d.event.position for d in first if d.event.position not in raws]
@@ -260,7 +260,7 @@ def _write(
         tx.execute(STATEMENTS["postpone"], _retry_arrays(again))
     new = [d for d in deferred if d.event.position not in waiting.deferred]
     # In the text of a statement, and in what is made of it, a record is many times as long as it is.
-    for portion in portions(new, lambda d: raws[d.event.position].size, _DEFERRED_BYTES):
+    for portion in portions(new, lambda d: raws[d.event.position].size(), _DEFERRED_BYTES):
         tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(portion, raws)})
 
 
