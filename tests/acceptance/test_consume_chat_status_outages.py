@@ -556,7 +556,7 @@ def consume_in_process(chat: Chat, source: type[RecordSource], database: str, st
         partition_assignment_strategy="cooperative-sticky",
         enable_partition_eof=True,
     )
-    records = source(member, kafka.admin(settings, log), Topic(chat.topic), log)
+    records = source(member, kafka.admin(settings, log), Topic(chat.topic), chat.group, log)
     consumption = Consumption(
         source=records,
         database=Database(database, DatabaseSettings(), application_name="test"),

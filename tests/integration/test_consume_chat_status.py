@@ -533,7 +533,7 @@ def source_of(member: Member, *partitions: int) -> RecordSource:
     """A record source to which these partitions were assigned."""
     topic = Topic("topic", "id", len(partitions))
     assigned: dict[int, int | None] = dict.fromkeys(partitions)
-    return RecordSource(cast(Consumer, member), cast(AdminClient, None), topic, logs.configure(), assigned)
+    return RecordSource(cast(Consumer, member), cast(AdminClient, None), topic, "group", logs.configure(), assigned)
 
 
 def held(looks: int) -> Callable[[], bool]:

@@ -68,13 +68,23 @@ def describe(error: KafkaError) -> str:
     return f"{error.name()}: {' '.join(error.str().split())[:200]}"
 
 
-def unavailable(error: KafkaError) -> CrmctlError:
-    """What a failed call means to the person who ran the command."""
+def forbids(error: KafkaError) -> bool:
+    """Whether an ACL is missing: no time mends that."""
+    return error.code() in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED}
+
+
+def unavailable(error: KafkaError, doing: str | None = None) -> CrmctlError:
+    """What a failed call means to the person who ran the command; `doing` is an operation and what it is on."""
+    if doing is not None and forbids(error):
+        return ConfigurationError(
+            f"Kafka forbids {doing} ({describe(error)})", hint="allow it in the cluster's ACLs; see crmctl doctor"
+        )
     if error.code() in {
         KafkaError._AUTHENTICATION,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
         KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
         KafkaError._SSL,
     }:
         return ConfigurationError(

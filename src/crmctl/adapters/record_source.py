@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient
 from crmctl.adapters import kafka
 from crmctl.adapters.records import PORTION_BYTES, RawRecord, Topic, describe_topic, portions, raw_record
 from crmctl.domain.chat_status import Position
-from crmctl.domain.errors import ConfigurationError, UnavailableError
+from crmctl.domain.errors import ConfigurationError, CrmctlError, UnavailableError
 from crmctl.telemetry.logs import Log
 
 _HEARTBEAT_SECONDS: Final = 0.5
@@ -44,6 +44,7 @@ class RecordSource:
     consumer: Consumer
     admin: AdminClient
     topic: Topic
+    group: str
     log: Log
     assigned: dict[int, int | None] = field(default_factory=dict)
     joined: bool = False
@@ -80,7 +81,7 @@ class RecordSource:
                 for number in range(self.topic.partition_count)
             }
         except KafkaException as error:
-            raise kafka.unavailable(error.args[0]) from None
+            raise self._unavailable(error.args[0]) from None
 
     def poll(self, limit: int, seconds: float) -> list[RawRecord]:
         """Take up to `limit` records and PORTION_BYTES, waiting at most so long.
@@ -99,7 +100,7 @@ class RecordSource:
         return first
 
     def _consume(self, limit: int, seconds: float) -> None:
-        failure: UnavailableError | None = None
+        failure: CrmctlError | None = None
         for message in kafka.take(self.consumer, limit, PORTION_BYTES, seconds):
             if (error := message.error()) is None:
                 self._keep(message)
@@ -110,12 +111,18 @@ class RecordSource:
                     f"the group {kafka.describe(error)}",
                     hint="two consumers with one CRMCTL_CHAT_STATUS__GROUP_INSTANCE_ID?",
                 )
+            elif kafka.forbids(error):
+                failure = self._unavailable(error)
             elif error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 failure = UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
             else:
                 self.log.warning("kafka consumer", reason=kafka.describe(error))
         if failure is not None:
             raise failure
+
+    def _unavailable(self, error: KafkaError) -> CrmctlError:
+        of_group = error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED
+        return kafka.unavailable(error, f"READ on {f'group {self.group}' if of_group else f'topic {self.topic.name}'}")
 
     def _settle(self) -> None:
         self.refresh()
@@ -146,7 +153,7 @@ class RecordSource:
             self.consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             if error.args[0].code() not in _MOVED_ON:
-                raise kafka.unavailable(error.args[0]) from None
+                raise self._unavailable(error.args[0]) from None
             self.log.warning("offsets not committed", reason=kafka.describe(error.args[0]))
         else:
             self._committed |= {entry.partition: entry.offset for entry in offsets}

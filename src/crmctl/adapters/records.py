@@ -72,7 +72,7 @@ def describe_topic(admin: AdminClient, name: str, seconds: float) -> Topic:
             raise ConfigurationError(
                 f"topic {name} does not exist", hint="its owner creates it; see crmctl topics check"
             ) from None
-        raise kafka.unavailable(error.args[0]) from None
+        raise kafka.unavailable(error.args[0], f"DESCRIBE on topic {name}") from None
     return Topic(name, str(description.topic_id), len(description.partitions))
 
 

@@ -64,7 +64,7 @@ class TopicReader:
         """Read up to `limit` records from `at` on; return them, and where the next call goes on.
 
         Large records are fewer: it takes no more once it has PORTION_BYTES. No records: the ends are reached. Raises
-        UnavailableError when the broker is away.
+        UnavailableError when the broker is away, ConfigurationError where reading is forbidden.
         """
         if at != self._at:
             self._at = dict(at)
@@ -118,6 +118,8 @@ class TopicReader:
     def _take(self, message: Message, records: list[RawRecord]) -> None:
         number, offset, error = message.partition(), message.offset(), message.error()
         if error is not None and error.code() != KafkaError._PARTITION_EOF:
+            if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise kafka.unavailable(error, f"READ on topic {self.topic.name}")
             if error.fatal() or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
             self.log.warning("kafka consumer", reason=kafka.describe(error))

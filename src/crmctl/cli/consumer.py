@@ -53,6 +53,7 @@ def run_consumer(
         kafka.consumer(brokers, log, group=chat.group, **member),
         kafka.admin(brokers, log),
         Topic(chat.topic),
+        chat.group,
         log,
     )
     consumption = Consumption(
