@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, Final, cast
 from uuid import UUID
 
@@ -22,7 +23,9 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.postgres import Database as Transactions
+from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import RawRecord, Topic
 from crmctl.dev import messenger
@@ -30,9 +33,13 @@ from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import Decision, ErrorCode, Position
 from crmctl.domain.chat_status_decoding import decode
 from crmctl.domain.grants import Kind
+from crmctl.jobs.consume_chat_status import Consumption, Options
+from crmctl.jobs.job import Run
 from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, project
 from crmctl.settings import DatabaseSettings
 from crmctl.telemetry import logs
+from crmctl.telemetry.metrics import ChatStatusMetrics
+from crmctl.telemetry.tracing import Tracing
 from tests.chat_status_support import Chat, Deal, edited, log_lines, outgoing
 from tests.expire_support import Connection, closed_gate, fingerprints, finish, rows, runs, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
@@ -458,6 +465,25 @@ def test_the_time_budget_ends_the_loop_with_0(chat: Chat) -> None:
     assert (result.exit_code, result.json["caught_up"]) == (0, False)
 
 
+AWAY: Final = {
+    "postgresql": {"CRMCTL_DATABASE_URL": "postgresql://crm:secret@127.0.0.1:1/crm"},
+    "the dead-letter topic": {"CRMCTL_CHAT_STATUS__DLQ_TOPIC": "pin.crm.absent"},
+}
+
+
+@pytest.mark.real_kafka
+@pytest.mark.parametrize("away", AWAY)
+def test_the_time_budget_ends_the_wait_for_what_is_away_with_69(chat: Chat, away: str) -> None:
+    chat.send(Outgoing(b"garbage", "key"), chat.deal().event("Ready"))
+    with chat.running("--time-budget", "5s", env=AWAY[away]) as consumer:
+        result = finish(consumer, timeout=20)
+    assert (result.exit_code, result.json["error"]["code"]) == (69, "CRMCTL_UNAVAILABLE")
+    pauses = [line["seconds"] for line in log_lines(result, "waiting to try again")]
+    assert pauses[:2] == [1.0, 2.0]
+    assert sum(pauses) <= 5, "the last one is as long as what was left"
+    assert not any(chat.committed().values())
+
+
 @pytest.mark.real_kafka
 def test_a_topic_that_does_not_exist_is_a_configuration_error(chat: Chat) -> None:
     result = chat.consume(env={"CRMCTL_CHAT_STATUS__TOPIC": "pin.messenger.absent"})
@@ -611,6 +637,43 @@ def test_a_record_that_comes_to_an_idle_topic_while_it_is_held_is_the_oldest_unr
     assert source.oldest_unread_ms == 3_000
     source.commit()
     assert source.oldest_unread_ms == 3_000, "it was read, and not handled"
+
+
+def test_a_signal_while_dead_letters_are_in_hand_ends_the_run_with_what_it_did_and_no_failure(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Source(RecordSource):
+        def subscribe(self, stopping: Callable[[], bool]) -> None:
+            self.joined = True
+
+        def end_offsets(self) -> dict[int, int]:
+            return {0: 6}
+
+    class Cluster:
+        def list_topics(self, timeout: float) -> Any:
+            return SimpleNamespace(topics={"dlq": None})
+
+    member = Member([Message(0, 5)])  # a tombstone is malformed
+    log = logs.configure()
+    transactions = Transactions(database.url, DatabaseSettings(), application_name=APPLICATION)
+    consumption = Consumption(
+        source=Source(
+            cast(Consumer, member), cast(AdminClient, None), Topic("topic", "id", 1), "group", log, {0: None}
+        ),
+        database=transactions,
+        dead_letters=DeadLetters(Publisher(lambda: cast(Producer, Cluster())), "dlq", "group"),
+        metrics=ChatStatusMetrics(),
+        tracing=Tracing(),
+        log=log,
+        group="group",
+        run=Run(uuid.uuid4(), "", stopping=lambda: not member.ahead),
+        options=Options(until_caught_up=True),
+    )
+    document = consumption.consume().document()
+    transactions.close()
+    assert member.committed == {}
+    assert (document["caught_up"], document["dead_lettered_count"]) == (False, 0)
+    assert "acknowledge" not in capsys.readouterr().err
 
 
 # --- transactions of the producer -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _LONGEST_REASON_BYTES: Final = 1_000
 
 
 class Stopped(Exception):  # noqa: N818  a signal to the caller, not an error
-    """A signal asked to stop before every dead letter was acknowledged."""
+    """A signal asks to stop, and not everything that is in hand is done."""
 
 
 def _ignore(_letters: Sequence[Letter]) -> None:

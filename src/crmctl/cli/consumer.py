@@ -83,7 +83,8 @@ def run_consumer(
     finally:
         source.close()
         consumption.tracing.close()
-    log.info("run finished", **totals.counts, duration_ms=command.elapsed_ms)
+    paused = totals.pause.document() if totals.pause else {}
+    log.info("run finished", **totals.counts, **paused, duration_ms=command.elapsed_ms)
     return {"job": JOB_NAME, "run_id": run.id, "dry_run": False, **totals.document(), "duration_ms": command.elapsed_ms}
 
 

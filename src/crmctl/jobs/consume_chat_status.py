@@ -118,10 +118,14 @@ class Consumption:
             self._consume()
         except JobPausedError as paused:
             self.totals.pause = paused.pause
-        except (UnavailableError, TryAgainError):
-            # Told to stop while it waited for Kafka.
-            if self.options.until_caught_up or not self.run.stopping():
+            if not self._paused:
+                self.log.warning("paused", **paused.pause.document())
+        except Stopped:
+            self.log.info("stopped with a batch in hand")
+        except (UnavailableError, TryAgainError) as error:
+            if not self.run.stopping():
                 raise
+            self.log.warning("stopped while it could not go on", reason=error.message)
         return self.totals
 
     def _consume(self) -> None:
@@ -153,12 +157,16 @@ class Consumption:
             except (UnavailableError, TryAgainError) as error:
                 if self.options.until_caught_up or self.run.stopping() or self.run.budget.spent:
                     raise
-                self.log.warning("waiting to try again", reason=error.message, seconds=pause)
-                wait(pause)
+                seconds = self.run.budget.cap(pause)
+                self.log.warning("waiting to try again", reason=error.message, seconds=seconds)
+                wait(seconds)
                 pause = min(_LONGEST_PAUSE, pause * 2)
 
     def _handle(self, records: Sequence[RawRecord]) -> int:
-        """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided."""
+        """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided.
+
+        Raises Stopped where a signal comes before that: nothing may be committed any more, the batch is read again.
+        """
         started, decided = time.monotonic(), 0
         batch, malformed = self._decode(records)
         condemned: dict[Position, tuple[ErrorCode, str]] = {}
@@ -174,12 +182,10 @@ class Consumption:
                     batch = None
                 self.source.commit()
                 break
-            except Stopped:
-                return decided
             except (JobPausedError, psycopg.Error, UnavailableError, TryAgainError) as error:
                 pause = self._wait_out(error, pause)
-                if self.run.stopping() or (self._paused and self.run.budget.spent):
-                    return decided
+                if self.run.stopping():
+                    raise Stopped from None
                 moved = self.source.take_moved()
                 batch = None if batch is None else _without(batch, moved)
                 malformed = [
@@ -207,20 +213,22 @@ class Consumption:
 
         Raises what cannot be waited for, and everything when the run is to end anyway.
         """
+        ending = self.options.until_caught_up or self.run.budget.spent
         if isinstance(error, JobPausedError):
-            if self.options.until_caught_up:
+            if ending:
                 raise error
             if not self._paused:
                 self._paused = True
                 self.log.warning("paused", **error.pause.document())
-            self.source.hold(_PAUSED_SECONDS, lambda: self.run.stopping() or self.run.budget.spent)
+            self.source.hold(self.run.budget.cap(_PAUSED_SECONDS), self.run.stopping)
             return seconds
         failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
-        if not isinstance(failure, UnavailableError | TryAgainError) or self.options.until_caught_up:
+        if not isinstance(failure, UnavailableError | TryAgainError) or ending:
             raise error
-        self.log.warning("waiting to try again", reason=failure.message, seconds=seconds)
+        capped = self.run.budget.cap(seconds)
+        self.log.warning("waiting to try again", reason=failure.message, seconds=capped)
         self.database.close()
-        self.source.hold(seconds, self.run.stopping)
+        self.source.hold(capped, self.run.stopping)
         return min(_LONGEST_PAUSE, seconds * 2)
 
     def _decode(self, records: Iterable[RawRecord]) -> tuple[Batch | None, list[Letter]]:
