@@ -565,7 +565,7 @@ def consume_in_process(chat: Chat, source: type[RecordSource], database: str, st
         tracing=Tracing(),
         log=log,
         group=chat.group,
-        run=Run(uuid4(), "", Budget(timedelta(minutes=1)), stopping),
+        run=Run(uuid4(), "", Budget(timedelta(minutes=2)), stopping),
         options=Options(),
     )
     try:

@@ -75,16 +75,15 @@ def forbids(error: KafkaError) -> bool:
 
 def unavailable(error: KafkaError, doing: str | None = None) -> CrmctlError:
     """What a failed call means to the person who ran the command; `doing` is an operation and what it is on."""
-    if doing is not None and forbids(error):
+    if forbids(error):
         return ConfigurationError(
-            f"Kafka forbids {doing} ({describe(error)})", hint="allow it in the cluster's ACLs; see crmctl doctor"
+            f"Kafka forbids {doing or 'this'} ({describe(error)})",
+            hint="allow it in the cluster's ACLs; see crmctl doctor",
         )
     if error.code() in {
         KafkaError._AUTHENTICATION,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
         KafkaError._SSL,
     }:
         return ConfigurationError(
