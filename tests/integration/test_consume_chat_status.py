@@ -509,6 +509,7 @@ class Message:
     position: int
     timestamp_ms: int = 0
     is_end: bool = False
+    size: int = 0
 
     def partition(self) -> int:
         return self.number
@@ -522,13 +523,16 @@ class Message:
     def error(self) -> KafkaError | None:
         return KafkaError(KafkaError._PARTITION_EOF) if self.is_end else None
 
-    def value(self) -> None:
+    def value(self) -> bytes | None:
+        return bytes(self.size) or None
+
+    def key(self) -> None:
         return None
 
     def __len__(self) -> int:
-        return 0
+        return self.size
 
-    key = headers = value
+    headers = key
 
 
 @dataclass(slots=True)
@@ -582,6 +586,20 @@ def test_a_record_that_comes_while_the_batch_is_held_is_not_acknowledged_with_th
     assert [record.position.offset for record in source.poll(10, 0)] == [8]
     source.commit()
     assert member.committed == {0: 6, 1: 9}
+
+
+def test_a_batch_ends_at_8_mib_and_what_was_read_beyond_is_the_next_one() -> None:
+    sizes = [3, 3, 3, 9, 1]
+    member = Member([Message(0, number, size=size << 20) for number, size in enumerate(sizes)])
+    source = source_of(member, 0)
+    source.joined = True
+    batches = []
+    for _ in range(4):
+        batches.append([record.position.offset for record in source.poll(10, 0)])
+        source.commit()
+        assert member.committed == {0: batches[-1][-1] + 1}
+        assert source.at_end({0: 5}) is (batches[-1] == [4])
+    assert batches == [[0, 1], [2], [3], [4]]
 
 
 def test_a_hold_reads_one_record_of_each_partition_and_none_of_those_that_have_some_in_hand() -> None:
