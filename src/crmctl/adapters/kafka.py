@@ -19,8 +19,9 @@ from crmctl.telemetry.logs import Log
 # How long a record may wait for its acknowledgement, and how long a look at the cluster may take (seconds).
 DELIVERY_TIMEOUT: Final = 15.0
 METADATA_TIMEOUT: Final = 10.0
-# What a consumer reads ahead, in a fetch and in all (bytes): with records of any size its memory is bounded.
-_READ_AHEAD: Final = 8 * 1024 * 1024
+# What a consumer reads in a fetch and ahead in all (bytes): with records of any size its memory is bounded.
+_FETCH: Final = 8 * 1024 * 1024
+_READ_AHEAD: Final = 16 * 1024 * 1024
 _SLICE: Final = 1.0
 
 
@@ -130,7 +131,7 @@ def consumer(settings: KafkaSettings, log: Log, *, group: str, **options: str | 
             # Its default of 1 s stalls a reader that has outrun its queue.
             "fetch.queue.backoff.ms": 10,
             "queued.max.messages.kbytes": _READ_AHEAD // 1024,
-            "fetch.max.bytes": _READ_AHEAD,
+            "fetch.max.bytes": _FETCH,
             **{name.replace("_", "."): value for name, value in options.items()},
         },
     )
