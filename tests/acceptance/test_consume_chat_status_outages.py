@@ -556,7 +556,7 @@ def consume_in_process(chat: Chat, source: type[RecordSource], database: str, st
         partition_assignment_strategy="cooperative-sticky",
         enable_partition_eof=True,
     )
-    records = source(member, kafka.admin(settings, log), Topic(chat.topic), log)
+    records = source(member, kafka.admin(settings, log), Topic(chat.topic), chat.group, log)
     consumption = Consumption(
         source=records,
         database=Database(database, DatabaseSettings(), application_name="test"),
@@ -565,7 +565,7 @@ def consume_in_process(chat: Chat, source: type[RecordSource], database: str, st
         tracing=Tracing(),
         log=log,
         group=chat.group,
-        run=Run(uuid4(), "", Budget(timedelta(minutes=1)), stopping),
+        run=Run(uuid4(), "", Budget(timedelta(minutes=2)), stopping),
         options=Options(),
     )
     try:

@@ -15,13 +15,15 @@ import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
-from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.dead_letters import DeadLetters, Stopped
 from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.records import RawRecord
+from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import ErrorCode, Position
 from crmctl.domain.topics import CHAT_STATUS_DLQ_TOPIC
-from tests.chat_status_support import Chat, Letter, hour_ago_ms, log_lines, outgoing
-from tests.expire_support import finish, rows
+from tests.chat_status_support import Chat, Letter, hour_ago_ms, log_lines, metric, outgoing
+from tests.expire_support import finish, rows, wait_until
+from tests.integration.test_chat_status_metrics import free_port, get, listening_on
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing, Record
 from tests.support import Database, insert_deal
 
@@ -163,6 +165,20 @@ def test_a_dead_letter_is_not_marked_so_the_message_applies_once_its_cause_is_go
     assert len(chat.letters()) == 1
 
 
+class Signalled:
+    """A dead-letter topic that is there, and a signal that has arrived."""
+
+    def list_topics(self, timeout: float) -> Any:
+        return SimpleNamespace(topics={"dlq": None})
+
+
+def test_a_write_that_a_signal_cut_short_says_so_and_not_that_kafka_did_not_acknowledge() -> None:
+    publisher = Publisher(lambda: cast(Producer, Signalled()))
+    letter = RawRecord(Position("id", 0, 1), "topic", b"key", b"value", (), 0), ErrorCode.MALFORMED, "garbage", 0
+    with pytest.raises(Stopped):
+        DeadLetters(publisher, "dlq", "group").write([letter], lambda: True)
+
+
 def test_letters_of_one_key_are_in_one_partition_in_the_order_of_the_source(chat: Chat) -> None:
     deals = [chat.deal() for _ in range(8)]
     chat.send(*(deal.event(f"Unknown {number}") for number in range(5) for deal in deals))
@@ -269,18 +285,51 @@ def test_what_the_dead_letter_topic_refuses_is_not_passed_over_and_the_log_says_
     assert stopped.exit_code == 0
     assert chat.committed()[0] == 1
 
-    resource = ConfigResource(
-        ResourceType.TOPIC,
-        chat.dlq_topic,
-        incremental_configs=[ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)],
-    )
-    admin = kafka.admin()
-    admin.incremental_alter_configs([resource])[resource].result(30)
+    take_larger_letters(chat)
     document = chat.consumed()
     assert (document["applied_count"], document["dead_lettered_count"]) == (1, 1)
     assert [letter.source for letter in chat.letters()] == [(0, 1)]
     assert chat.status(after) == "Ready"
     assert chat.committed()[0] == 3
+
+
+def take_larger_letters(chat: Chat) -> None:
+    resource = ConfigResource(
+        ResourceType.TOPIC,
+        chat.dlq_topic,
+        incremental_configs=[ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)],
+    )
+    admin = chat.kafka.admin()
+    admin.incremental_alter_configs([resource])[resource].result(30)
+
+
+@pytest.mark.real_kafka
+@pytest.mark.parametrize("kind", ["malformed", "unknown"])
+def test_while_one_letter_is_refused_the_others_are_written_and_counted_once(
+    kafka: Kafka, database: Database, make_topic: MakeTopic, kind: str
+) -> None:
+    chat = Chat.make(kafka, database, make_topic, dlq_config={"max.message.bytes": "2000"})
+    deal = chat.deal()
+    large: dict[str, ChatStatusChanged | Outgoing] = {
+        "malformed": Outgoing(b"x" * 10_000, "big", partition=0),
+        "unknown": deal.event("Unknown", failure_reason="x" * 10_000),
+    }
+    bad = [Outgoing(b"garbage", str(number), partition=0) for number in range(10)]
+    chat.send(*bad, *(deal.event("Unknown") for _ in range(10)), large[kind], partition=0)
+    count = {"malformed": 10, "unknown": 20}[kind]  # an event is decided when the malformed records are done
+    port = free_port()
+    with chat.running(env=listening_on(port)) as consumer:
+        assert consumer.stderr is not None
+        waiting = [next(line for line in consumer.stderr if "refuses 1 dead letters" in line) for _ in range(3)]
+        assert len(waiting) == 3
+        assert len(chat.letters()) == count
+        assert metric(get(port, "/metrics")[1], "crm_chat_status_dlq_total") == count
+        take_larger_letters(chat)
+        wait_until(lambda: chat.committed().get(0) == 21, "the batch to be done")
+        consumer.terminate()
+        result = finish(consumer)
+    assert result.json["dead_lettered_count"] == 21
+    assert [letter.source for letter in chat.letters()] == [(0, offset) for offset in range(21)]
 
 
 @pytest.mark.real_kafka

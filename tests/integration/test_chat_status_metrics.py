@@ -9,18 +9,21 @@ import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 import pytest
+from psycopg import conninfo
 
 from tests.chat_status_support import Chat, edited, hour_ago_ms, log_lines, metric, outgoing
-from tests.expire_support import finish, rows, wait_until
+from tests.expire_support import finish, rows, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
+from tests.prefork import run_crmctl
 from tests.support import CallResult, Database
 
 METRICS: Final = {
@@ -150,6 +153,58 @@ def test_liveness_and_readiness_do_not_depend_on_postgresql_and_the_lag_grows_wh
     assert metric(page, "crm_chat_status_applied_total", to_status="Ready") == 0
     assert (result.exit_code, chat.committed()) == (0, {})
     assert "secret" not in "".join(waiting) + result.stderr + result.stdout
+
+
+@contextmanager
+def no_postgresql(chat: Chat) -> Iterator[None]:
+    """The test's database takes no connections, and the consumer's is gone."""
+    name = scalar(chat.connection, "select current_database()")
+    allow = "alter database {} allow_connections {}"
+    with psycopg.connect(conninfo.make_conninfo(chat.database.url, dbname="postgres"), autocommit=True) as admin:
+        admin.execute(allow.format(name, "false").encode())
+        try:
+            admin.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s and datname = %s",
+                ["crmctl consume-chat-status", name],
+            )
+            yield
+        finally:
+            admin.execute(allow.format(name, "true").encode())
+
+
+@contextmanager
+def paused_job(chat: Chat) -> Iterator[None]:
+    """The consumer's job is paused."""
+    for command in (("pause", "--reason", "INC-1"), ("resume",)):
+        name, *options = command
+        assert run_crmctl("jobs", name, "consume-chat-status", *options, database=chat.database).exit_code == 0
+        if name == "pause":
+            yield
+
+
+@pytest.mark.parametrize("interruption", [no_postgresql, paused_job])
+def test_the_lag_grows_though_the_topic_was_idle_when_the_consumer_was_kept_from_its_work(
+    chat: Chat, interruption: Callable[[Chat], AbstractContextManager[None]]
+) -> None:
+    deal = chat.deal()
+    chat.send(deal.event("Provisioning"), partition=0)
+    port = free_port()
+    lag = "crm_messenger_consumer_lag_seconds"
+    with chat.running(env=listening_on(port)) as consumer:
+        wait_for_metric(port, "crm_chat_status_applied_total", 1, to_status="Provisioning")
+        wait_for_metric(port, lag, 0)
+        with interruption(chat):
+            assert consumer.stderr is not None
+            next(line for line in consumer.stderr if "waiting to try again" in line or '"paused"' in line)
+            sent = outgoing(deal.event("Ready"), partition=1, timestamp_ms=hour_ago_ms())
+            chat.kafka.produce(chat.topic, [sent, outgoing(deal.event("Ready"), partition=1)])
+            wait_until(lambda: 3600 <= (metric(get(port, "/metrics")[1], lag) or 0) < 4000, "the lag to be an hour")
+            assert chat.committed().get(1, 0) == 0
+        wait_for_metric(port, "crm_chat_status_applied_total", 1, to_status="Ready")
+        wait_for_metric(port, lag, 0)
+        result = stop(consumer)
+    assert result.exit_code == 0, result.stderr
+    assert chat.committed()[1] == 2
 
 
 def test_without_kafka_the_consumer_lives_is_not_ready_and_stops_when_it_is_told_to(chat: Chat) -> None:

@@ -14,15 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any, Final, cast
 from uuid import UUID
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from crmctl.adapters.dead_letters import DeadLetters
 from crmctl.adapters.postgres import Database as Transactions
+from crmctl.adapters.publisher import Publisher
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import RawRecord, Topic
 from crmctl.dev import messenger
@@ -30,9 +33,13 @@ from crmctl.dev.messenger import ChatStatusChanged
 from crmctl.domain.chat_status import Decision, ErrorCode, Position
 from crmctl.domain.chat_status_decoding import decode
 from crmctl.domain.grants import Kind
+from crmctl.jobs.consume_chat_status import Consumption, Options
+from crmctl.jobs.job import Run
 from crmctl.jobs.project_chat_status import Batch, DeadLettersFirst, Scope, project
 from crmctl.settings import DatabaseSettings
 from crmctl.telemetry import logs
+from crmctl.telemetry.metrics import ChatStatusMetrics
+from crmctl.telemetry.tracing import Tracing
 from tests.chat_status_support import Chat, Deal, edited, log_lines, outgoing
 from tests.expire_support import Connection, closed_gate, fingerprints, finish, rows, runs, scalar, wait_until
 from tests.kafka_fixtures import Kafka, MakeTopic, Outgoing
@@ -458,6 +465,25 @@ def test_the_time_budget_ends_the_loop_with_0(chat: Chat) -> None:
     assert (result.exit_code, result.json["caught_up"]) == (0, False)
 
 
+AWAY: Final = {
+    "postgresql": {"CRMCTL_DATABASE_URL": "postgresql://crm:secret@127.0.0.1:1/crm"},
+    "the dead-letter topic": {"CRMCTL_CHAT_STATUS__DLQ_TOPIC": "pin.crm.absent"},
+}
+
+
+@pytest.mark.real_kafka
+@pytest.mark.parametrize("away", AWAY)
+def test_the_time_budget_ends_the_wait_for_what_is_away_with_69(chat: Chat, away: str) -> None:
+    chat.send(Outgoing(b"garbage", "key"), chat.deal().event("Ready"))
+    with chat.running("--time-budget", "5s", env=AWAY[away]) as consumer:
+        result = finish(consumer, timeout=20)
+    assert (result.exit_code, result.json["error"]["code"]) == (69, "CRMCTL_UNAVAILABLE")
+    pauses = [line["seconds"] for line in log_lines(result, "waiting to try again")]
+    assert pauses[:2] == [1.0, 2.0]
+    assert sum(pauses) <= 5, "the last one is as long as what was left"
+    assert not any(chat.committed().values())
+
+
 @pytest.mark.real_kafka
 def test_a_topic_that_does_not_exist_is_a_configuration_error(chat: Chat) -> None:
     result = chat.consume(env={"CRMCTL_CHAT_STATUS__TOPIC": "pin.messenger.absent"})
@@ -477,10 +503,13 @@ def test_without_postgresql_until_caught_up_exits_69_and_commits_nothing(chat: C
 
 @dataclass(slots=True)
 class Message:
-    """A record as confluent_kafka hands it out."""
+    """A record as confluent_kafka hands it out, or the end of a partition."""
 
     number: int
     position: int
+    timestamp_ms: int = 0
+    is_end: bool = False
+    size: int = 0
 
     def partition(self) -> int:
         return self.number
@@ -489,12 +518,21 @@ class Message:
         return self.position
 
     def timestamp(self) -> tuple[int, int]:
-        return 1, 0
+        return 1, self.timestamp_ms
 
-    def error(self) -> None:
+    def error(self) -> KafkaError | None:
+        return KafkaError(KafkaError._PARTITION_EOF) if self.is_end else None
+
+    def value(self) -> bytes | None:
+        return bytes(self.size) or None
+
+    def key(self) -> None:
         return None
 
-    key = value = headers = error
+    def __len__(self) -> int:
+        return self.size
+
+    headers = key
 
 
 @dataclass(slots=True)
@@ -503,35 +541,157 @@ class Member:
 
     ahead: list[Message]
     committed: dict[int, int] = field(default_factory=dict)
+    paused: set[int] = field(default_factory=set)
 
     def consume(self, limit: int, seconds: float) -> list[Message]:
-        taken, self.ahead = self.ahead[:limit], self.ahead[limit:]
+        ready = [message for message in self.ahead if message.number not in self.paused]
+        taken = ready[:limit]
+        self.ahead = [message for message in self.ahead if message not in taken]
         return taken
 
     def commit(self, offsets: list[TopicPartition], asynchronous: bool) -> None:
         self.committed |= {entry.partition: entry.offset for entry in offsets}
 
-    def pause(self, partitions: list[TopicPartition]) -> None: ...
+    def pause(self, partitions: list[TopicPartition]) -> None:
+        self.paused |= {entry.partition for entry in partitions}
 
-    resume = pause
+    def resume(self, partitions: list[TopicPartition]) -> None:
+        self.paused -= {entry.partition for entry in partitions}
 
 
-def test_a_record_that_slips_in_while_the_batch_is_held_is_not_acknowledged_with_the_batch() -> None:
-    """A partition that becomes ours meanwhile: its record is kept for the next poll, and a crash must not lose it."""
+def source_of(member: Member, *partitions: int) -> RecordSource:
+    """A record source to which these partitions were assigned."""
+    topic = Topic("topic", "id", len(partitions))
+    assigned: dict[int, int | None] = dict.fromkeys(partitions)
+    return RecordSource(cast(Consumer, member), cast(AdminClient, None), topic, "group", logs.configure(), assigned)
+
+
+def held(looks: int) -> Callable[[], bool]:
+    """Whether to stop, for a hold that looks at its partitions so often."""
+    left = iter([False] * looks)
+    return lambda: next(left, True)
+
+
+def test_a_record_that_comes_while_the_batch_is_held_is_not_acknowledged_with_the_batch() -> None:
+    """It is kept for the next poll, and a crash must not lose it."""
     member = Member([Message(0, 5)])
-    source = RecordSource(
-        cast(Consumer, member), cast(AdminClient, None), Topic("topic", "id", 2), logs.configure(), {0: None, 1: None}
-    )
+    source = source_of(member, 0, 1)
     assert [record.position.offset for record in source.poll(10, 0)] == [5]
     member.ahead = [Message(1, 7), Message(1, 8)]
-    looks = iter([False, False, True])
-    source.hold(60, lambda: next(looks))
+    source.hold(60, held(2))
     source.commit()
     assert member.committed.get(0) == 6
     assert member.committed.get(1, 7) == 7
-    assert [record.position.offset for record in source.poll(10, 0)] == [7, 8]
+    assert [record.position.offset for record in source.poll(10, 0)] == [7]
+    assert [record.position.offset for record in source.poll(10, 0)] == [8]
     source.commit()
     assert member.committed == {0: 6, 1: 9}
+
+
+def test_a_batch_ends_at_8_mib_and_what_was_read_beyond_is_the_next_one() -> None:
+    sizes = [3, 3, 3, 9, 1]
+    member = Member([Message(0, number, size=size << 20) for number, size in enumerate(sizes)])
+    source = source_of(member, 0)
+    source.joined = True
+    batches = []
+    for _ in range(4):
+        batches.append([record.position.offset for record in source.poll(10, 0)])
+        source.commit()
+        assert member.committed == {0: batches[-1][-1] + 1}
+        assert source.at_end({0: 5}) is (batches[-1] == [4])
+    assert batches == [[0, 1], [2], [3], [4]]
+
+
+def test_a_hold_reads_one_record_of_each_partition_and_none_of_those_that_have_some_in_hand() -> None:
+    member = Member([Message(0, 5), Message(0, 6)])
+    source = source_of(member, 0, 1, 2)
+    source.poll(1, 0)
+    member.ahead += [Message(1, 7), Message(1, 8), Message(2, 9)]
+    for _ in range(2):
+        source.hold(60, held(10))
+    assert member.ahead == [Message(0, 6), Message(1, 8)]
+    assert [record.position[1:] for record in source.poll(10, 0)] == [(1, 7), (2, 9)]
+    assert member.paused == set()
+
+
+def test_the_oldest_unread_record_is_known_while_the_broker_stalls_and_gone_at_the_end_of_its_partition_only() -> None:
+    member = Member([Message(0, 5, 1_000), Message(0, 6, 2_000)])
+    source = source_of(member, 0)
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 1_000
+    source.commit()
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 2_000, "nothing came, but the end was not reached"
+    member.ahead = [Message(0, 7, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_oldest_unread_record_is_that_of_the_partition_that_is_furthest_behind(order: tuple[int, int]) -> None:
+    messages = {0: Message(0, 5, 1_000), 1: Message(1, 5, 9_000)}
+    member = Member([messages[number] for number in order])
+    source = source_of(member, 0, 1)
+    source.poll(10, 0)
+    member.ahead = [Message(1, 6, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 1_000, "in hand"
+    source.commit()
+    assert source.oldest_unread_ms == 1_000, "more may follow it"
+    member.ahead = [Message(1, 6, 9_500)]
+    source.poll(10, 0)
+    source.commit()
+    assert source.oldest_unread_ms == 1_000, "another partition goes on"
+    member.ahead = [Message(0, 6, is_end=True)]
+    source.poll(10, 0)
+    assert source.oldest_unread_ms == 9_500
+
+
+def test_a_record_that_comes_to_an_idle_topic_while_it_is_held_is_the_oldest_unread_one() -> None:
+    member = Member([])
+    source = source_of(member, 0, 1)
+    member.ahead = [Message(1, 7, 3_000)]
+    source.hold(60, held(3))
+    assert source.oldest_unread_ms == 3_000
+    source.commit()
+    assert source.oldest_unread_ms == 3_000, "it was read, and not handled"
+
+
+def test_a_signal_while_dead_letters_are_in_hand_ends_the_run_with_what_it_did_and_no_failure(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Source(RecordSource):
+        def subscribe(self, stopping: Callable[[], bool]) -> None:
+            self.joined = True
+
+        def end_offsets(self) -> dict[int, int]:
+            return {0: 6}
+
+    class Cluster:
+        def list_topics(self, timeout: float) -> Any:
+            return SimpleNamespace(topics={"dlq": None})
+
+    member = Member([Message(0, 5)])  # a tombstone is malformed
+    log = logs.configure()
+    transactions = Transactions(database.url, DatabaseSettings(), application_name=APPLICATION)
+    consumption = Consumption(
+        source=Source(
+            cast(Consumer, member), cast(AdminClient, None), Topic("topic", "id", 1), "group", log, {0: None}
+        ),
+        database=transactions,
+        dead_letters=DeadLetters(Publisher(lambda: cast(Producer, Cluster())), "dlq", "group"),
+        metrics=ChatStatusMetrics(),
+        tracing=Tracing(),
+        log=log,
+        group="group",
+        run=Run(uuid.uuid4(), "", stopping=lambda: not member.ahead),
+        options=Options(until_caught_up=True),
+    )
+    document = consumption.consume().document()
+    transactions.close()
+    assert member.committed == {}
+    assert (document["caught_up"], document["dead_lettered_count"]) == (False, 0)
+    assert "acknowledge" not in capsys.readouterr().err
 
 
 # --- transactions of the producer -------------------------------------------------------------------------------------

@@ -178,6 +178,17 @@ class TestALongRun:
         assert (result.exit_code, result.json["applied_count"]) == (0, 0)
         assert not any(chat.committed().values())
 
+    def test_of_the_consumer_with_a_time_budget_is_skipped_when_it_is_spent(
+        self, database: Database, kafka: Kafka, make_topic: MakeTopic
+    ) -> None:
+        chat = Chat.make(kafka, database, make_topic)
+        chat.send(chat.deal().event("Ready"))
+        pause(database, "consume-chat-status")
+        with chat.running("--time-budget", "2s") as consumer:
+            result = finish(consumer)
+        assert_skipped(result)
+        assert len(log_lines(result, "paused")) == 1
+
     def test_of_the_consumer_as_a_cronjob_is_skipped(
         self, database: Database, kafka: Kafka, make_topic: MakeTopic
     ) -> None:
@@ -186,6 +197,13 @@ class TestALongRun:
         chat.send(deal.event("Ready"))
         pause(database, "consume-chat-status")
         assert_skipped(chat.consume())
+        shown = run_crmctl("chat-status", "consume", "--until-caught-up", database=database, env=chat.env)
+        assert shown.exit_code == 0
+        for text in ("Skipped", "paused", "night shift", REASON, "crmctl jobs resume consume-chat-status"):
+            assert text in shown.stdout
+        assert "Applied" not in shown.stdout
+        assert [line["pause_reason"] for line in log_lines(shown, "paused")] == [REASON]
+        assert [line["skipped"] for line in log_lines(shown, "run finished")] == ["paused"]
         assert not any(chat.committed().values())
         resume(database, "consume-chat-status")
         assert chat.consumed()["applied_count"] == 1

@@ -1,17 +1,28 @@
 """The dead-letter topic: the original record, byte for byte, with headers that say why and whence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 from uuid import uuid4
 
 from crmctl.adapters.publisher import Publisher, Record
-from crmctl.adapters.records import RawRecord
+from crmctl.adapters.records import RawRecord, portions
 from crmctl.domain.chat_status import ErrorCode
 from crmctl.domain.dead_letters import HEADERS
 from crmctl.domain.errors import UnavailableError
 
+# The record, why it is a dead letter in a code and in words, and the retries that failed.
+Letter = tuple[RawRecord, ErrorCode, str, int]
+
 _LONGEST_REASON_BYTES: Final = 1_000
+
+
+class Stopped(Exception):  # noqa: N818  a signal to the caller, not an error
+    """A signal asks to stop, and not everything that is in hand is done."""
+
+
+def _ignore(_letters: Sequence[Letter]) -> None:
+    pass
 
 
 class DeadLetters:
@@ -22,19 +33,40 @@ class DeadLetters:
         self._topic = topic
         self._group = group
 
-    def write(self, letters: list[tuple[RawRecord, ErrorCode, str, int]], stopping: Callable[[], bool]) -> None:
-        """Write (record, code, reason, attempts) each. Raises UnavailableError unless all were acknowledged."""
+    def write(
+        self,
+        letters: Sequence[Letter],
+        stopping: Callable[[], bool],
+        acknowledged: Callable[[Sequence[Letter]], None] = _ignore,
+    ) -> None:
+        """Write the letters, some MB at a time. `acknowledged` is told which are there, also where others are not.
+
+        Raises UnavailableError unless all were acknowledged, and Stopped where that is a signal's doing.
+        """
+        for portion in portions(letters, lambda letter: letter[0].size()):
+            self._write(portion, stopping, acknowledged)
+
+    def _write(
+        self,
+        letters: Sequence[Letter],
+        stopping: Callable[[], bool],
+        acknowledged: Callable[[Sequence[Letter]], None],
+    ) -> None:
         records = [self._record(*letter) for letter in letters]
         report = self._publisher.publish(records, stopping)
-        if report.outage is not None:
-            raise report.outage
+        there = set(report.delivered)
+        if there:
+            acknowledged([letter for letter, record in zip(letters, records, strict=True) if record.id in there])
         if report.refused:
             raise UnavailableError(
                 f"{self._topic} refuses {len(report.refused)} dead letters: {next(iter(report.refused.values()))}",
                 hint="nothing is committed past them; run: crmctl topics check",
             )
-        if len(report.delivered) < len(records):
-            raise UnavailableError(f"{self._topic} did not acknowledge every dead letter in time")
+        if len(there) == len(records):
+            return
+        if stopping():
+            raise Stopped
+        raise report.outage or UnavailableError(f"{self._topic} did not acknowledge every dead letter in time")
 
     def _record(self, raw: RawRecord, code: ErrorCode, reason: str, attempts: int) -> Record:
         values = (

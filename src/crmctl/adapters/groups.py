@@ -111,8 +111,10 @@ def timestamps(consumer: Consumer, topic: str, at: Mapping[int, int]) -> dict[in
     try:
         consumer.assign([TopicPartition(topic, number, offset) for number, offset in at.items()])
         while len(found) < len(at) and (message := consumer.poll(_READ_SECONDS)) is not None:
-            number = message.partition()
-            if message.error() is None and number is not None and number not in found:
+            number, error = message.partition(), message.error()
+            if error is not None and kafka.forbids(error):
+                raise kafka.unavailable(error, f"READ on topic {topic}")
+            if error is None and number is not None and number not in found:
                 found[number] = message.timestamp()[1]
                 consumer.pause([TopicPartition(topic, number)])
     except KafkaException as error:

@@ -5,11 +5,11 @@ The one module that builds producers, consumers and admin clients. No message ma
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 
 from crmctl.domain.errors import ConfigurationError, CrmctlError, UnavailableError
@@ -19,6 +19,9 @@ from crmctl.telemetry.logs import Log
 # How long a record may wait for its acknowledgement, and how long a look at the cluster may take (seconds).
 DELIVERY_TIMEOUT: Final = 15.0
 METADATA_TIMEOUT: Final = 10.0
+# What a consumer reads in a fetch and ahead in all (bytes): with records of any size its memory is bounded.
+_FETCH: Final = 8 * 1024 * 1024
+_READ_AHEAD: Final = 16 * 1024 * 1024
 _SLICE: Final = 1.0
 
 
@@ -66,13 +69,22 @@ def describe(error: KafkaError) -> str:
     return f"{error.name()}: {' '.join(error.str().split())[:200]}"
 
 
-def unavailable(error: KafkaError) -> CrmctlError:
-    """What a failed call means to the person who ran the command."""
+def forbids(error: KafkaError) -> bool:
+    """Whether an ACL is missing: no time mends that."""
+    return error.code() in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED}
+
+
+def unavailable(error: KafkaError, doing: str | None = None) -> CrmctlError:
+    """What a failed call means to the person who ran the command; `doing` is an operation and what it is on."""
+    if forbids(error):
+        return ConfigurationError(
+            f"Kafka forbids {doing or 'this'} ({describe(error)})",
+            hint="allow it in the cluster's ACLs; see crmctl doctor",
+        )
     if error.code() in {
         KafkaError._AUTHENTICATION,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
         KafkaError._SSL,
     }:
         return ConfigurationError(
@@ -118,9 +130,27 @@ def consumer(settings: KafkaSettings, log: Log, *, group: str, **options: str | 
             "isolation.level": "read_committed",
             # Its default of 1 s stalls a reader that has outrun its queue.
             "fetch.queue.backoff.ms": 10,
+            "queued.max.messages.kbytes": _READ_AHEAD // 1024,
+            "fetch.max.bytes": _FETCH,
             **{name.replace("_", "."): value for name, value in options.items()},
         },
     )
+
+
+def take(client: Consumer, limit: int, limit_bytes: int, seconds: float) -> Iterator[Message]:
+    """Take up to `limit` messages, waiting at most so long; no more are asked for once they have `limit_bytes`.
+
+    A call that waits takes whatever arrives meanwhile: so what is queued is taken, and else a single one waited for.
+    """
+    end = time.monotonic() + seconds
+    count = size = 0
+    while count < limit and size < limit_bytes:
+        messages = client.consume(limit - count, 0) or client.consume(1, max(0.0, end - time.monotonic()))
+        if not messages:
+            return
+        count += len(messages)
+        size += sum(map(len, messages))
+        yield from messages
 
 
 def is_mock(cluster_id: str | None) -> bool:

@@ -239,6 +239,10 @@ class Transaction:
         """Run a statement and return its rows."""
         return self.connection.execute(statement, params).fetchall()
 
+    def each(self, statement: str, params: Params | None = None) -> Iterator[DictRow]:
+        """Run a statement and give its rows one at a time, so that they are never all in memory; read them all."""
+        yield from self.connection.cursor().stream(statement, params)
+
     def execute(self, statement: str, params: Params | None = None) -> None:
         """Run a statement for its effect."""
         self.connection.execute(statement, params)

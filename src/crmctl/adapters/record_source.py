@@ -1,11 +1,12 @@
 """A topic read as a member of a consumer group: batches of records, the progress to commit, held partitions.
 
 Nothing is committed by itself. Progress counts what was polled, and gaps (compaction, transaction markers) as the
-end-of-partition events show them; the caller commits it once a batch is done.
+end-of-partition events show them; the caller commits it once a batch is done. How old the oldest record is that is not
+done is known all the time, also while partitions are held.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,9 +14,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import kafka
-from crmctl.adapters.records import RawRecord, Topic, describe_topic, raw_record
+from crmctl.adapters.records import PORTION_BYTES, RawRecord, Topic, describe_topic, portions, raw_record
 from crmctl.domain.chat_status import Position
-from crmctl.domain.errors import ConfigurationError, UnavailableError
+from crmctl.domain.errors import ConfigurationError, CrmctlError, UnavailableError
 from crmctl.telemetry.logs import Log
 
 _HEARTBEAT_SECONDS: Final = 0.5
@@ -43,14 +44,18 @@ class RecordSource:
     consumer: Consumer
     admin: AdminClient
     topic: Topic
+    group: str
     log: Log
     assigned: dict[int, int | None] = field(default_factory=dict)
     joined: bool = False
     _committed: dict[int, int] = field(default_factory=dict)
     _carried: list[RawRecord] = field(default_factory=list)
     _moved: set[int] = field(default_factory=set)
-    _ends: set[int] = field(default_factory=set)
-    _paused: bool = False
+    # Kafka's timestamps (ms) by partition: of the first record that was read and is not handled, and, where the end
+    # was not seen since, of the last record that was read or else the moment when the partition became ours.
+    _in_hand: dict[int, float] = field(default_factory=dict)
+    _behind: dict[int, float] = field(default_factory=dict)
+    _held: set[int] = field(default_factory=set)
     # A rebalance could not look the topic up: what was read since may bear the id of a topic that is no more.
     _unsure: bool = False
 
@@ -76,28 +81,29 @@ class RecordSource:
                 for number in range(self.topic.partition_count)
             }
         except KafkaException as error:
-            raise kafka.unavailable(error.args[0]) from None
+            raise self._unavailable(error.args[0]) from None
 
     def poll(self, limit: int, seconds: float) -> list[RawRecord]:
-        """Take up to `limit` records, waiting at most so long. Raises UnavailableError or ConfigurationError.
+        """Take up to `limit` records and PORTION_BYTES, waiting at most so long.
 
-        No record is lost to an error: the next call returns what was read before it.
+        Raises UnavailableError or ConfigurationError. No record is lost to an error: the next call returns what was
+        read before it.
         """
         if self._unsure:
             self._settle()
         if not self._carried:
-            self._carried = self._consume(limit, seconds)
+            self._consume(limit, seconds)
         if self._unsure:  # since this call: a rebalance happened in it
             return []
-        carried, self._carried = self._carried, []
-        return carried
+        first = next(portions(self._carried[:limit], RawRecord.size), [])
+        del self._carried[: len(first)]
+        return first
 
-    def _consume(self, limit: int, seconds: float) -> list[RawRecord]:
-        records: list[RawRecord] = []
-        failure: UnavailableError | None = None
-        for message in self.consumer.consume(limit, seconds):
+    def _consume(self, limit: int, seconds: float) -> None:
+        failure: CrmctlError | None = None
+        for message in kafka.take(self.consumer, limit, PORTION_BYTES, seconds):
             if (error := message.error()) is None:
-                records.append(self._record(message))
+                self._keep(message)
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._reach(message)
             elif error.fatal():
@@ -105,15 +111,18 @@ class RecordSource:
                     f"the group {kafka.describe(error)}",
                     hint="two consumers with one CRMCTL_CHAT_STATUS__GROUP_INSTANCE_ID?",
                 )
+            elif kafka.forbids(error):
+                failure = self._unavailable(error)
             elif error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 failure = UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
             else:
                 self.log.warning("kafka consumer", reason=kafka.describe(error))
-        records = [record for record in records if record.position.partition in self.assigned]
         if failure is not None:
-            self._carried += records
             raise failure
-        return records
+
+    def _unavailable(self, error: KafkaError) -> CrmctlError:
+        of_group = error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED
+        return kafka.unavailable(error, f"READ on {f'group {self.group}' if of_group else f'topic {self.topic.name}'}")
 
     def _settle(self) -> None:
         self.refresh()
@@ -121,8 +130,7 @@ class RecordSource:
         self._carried = [
             record._replace(position=record.position._replace(topic_id=self.topic.id)) for record in self._carried
         ]
-        if not self._paused:
-            self._resume()
+        self._resume()
 
     def commit(self) -> None:
         """Commit the progress of the partitions that are still ours. Raises UnavailableError."""
@@ -134,33 +142,40 @@ class RecordSource:
             for number, offset in done.items()
             if offset is not None and offset != self._committed.get(number)
         ]
-        if not offsets:
-            return
+        if offsets:
+            self._commit(offsets)
+        self._in_hand.clear()
+        for record in self._carried:
+            self._note(record)
+
+    def _commit(self, offsets: list[TopicPartition]) -> None:
         try:
             self.consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
             if error.args[0].code() not in _MOVED_ON:
-                raise kafka.unavailable(error.args[0]) from None
+                raise self._unavailable(error.args[0]) from None
             self.log.warning("offsets not committed", reason=kafka.describe(error.args[0]))
         else:
             self._committed |= {entry.partition: entry.offset for entry in offsets}
 
     def hold(self, seconds: float, stopping: Callable[[], bool]) -> None:
-        """Wait with paused partitions; polling goes on, so the group does not rebalance."""
+        """Wait; polling goes on, so the group does not rebalance.
+
+        Paused is every partition that has a record in hand. Of the others one record is read, if there is one, and
+        kept for the next poll: how long it has been waiting is told by nothing else.
+        """
         end = time.monotonic() + seconds
-        self._paused = True
-        self._pause()
+        self._hold()
         try:
             while (left := end - time.monotonic()) > 0 and not stopping():
-                # Rebalances and heartbeats happen in here. A partition that has just become ours may slip a record
-                # in before it is paused: it is kept for the next poll.
                 try:
-                    self._carried += self._consume(1, min(left, _HEARTBEAT_SECONDS))
+                    self._consume(1, min(left, _HEARTBEAT_SECONDS))
                 except UnavailableError as error:
                     self.log.warning("kafka consumer", reason=error.message)
                     time.sleep(min(left, _HEARTBEAT_SECONDS))
+                self._hold()
         finally:
-            self._paused = False
+            self._held.clear()
             if not self._unsure:
                 self._resume()
 
@@ -171,34 +186,55 @@ class RecordSource:
 
     def at_end(self, ends: dict[int, int]) -> bool:
         """Whether every partition of ours has been read up to `ends`."""
-        return self.joined and all((offset or 0) >= ends.get(number, 0) for number, offset in self.assigned.items())
+        return (
+            self.joined
+            and not self._carried
+            and all((offset or 0) >= ends.get(number, 0) for number, offset in self.assigned.items())
+        )
 
     @property
-    def idle(self) -> bool:
-        """Whether every partition of ours was seen at its end and nothing was read since."""
-        return self._ends >= self.assigned.keys()
+    def oldest_unread_ms(self) -> float | None:
+        """Kafka's timestamp of the oldest record that is not handled, as far as it is known; None: there is none.
+
+        A partition that is not at its end and has nothing in hand counts by its last record, or by the moment when it
+        became ours: its next one is younger.
+        """
+        return min([*self._in_hand.values(), *self._behind.values()], default=None)
 
     def close(self) -> None:
         """Leave the group."""
         self.consumer.close()
 
-    def _record(self, message: Message) -> RawRecord:
+    def _keep(self, message: Message) -> None:
         number, offset = message.partition(), message.offset()
         assert number is not None  # noqa: S101
         assert offset is not None  # noqa: S101  a record has both
         if number in self.assigned:
             self.assigned[number] = offset + 1
-        self._ends.discard(number)
-        return raw_record(message, Position(self.topic.id, number, offset), self.topic.name)
+            record = raw_record(message, Position(self.topic.id, number, offset), self.topic.name)
+            self._carried.append(record)
+            self._behind[number] = self._note(record)
+
+    def _note(self, record: RawRecord) -> float:
+        """Count a record among those in hand; return its timestamp (ms), which is now where it has none."""
+        number = record.position.partition
+        milliseconds = record.timestamp_ms if record.timestamp_ms >= 0 else _now_ms()
+        self._in_hand.setdefault(number, milliseconds)
+        return milliseconds
 
     def _reach(self, message: Message) -> None:
         number, offset = message.partition(), message.offset()
         if number in self.assigned and offset is not None and offset >= 0:
             self.assigned[number] = max(self.assigned[number] or 0, offset)
-            self._ends.add(number)
+            self._behind.pop(number, None)
 
-    def _pause(self) -> None:
-        self.consumer.pause([TopicPartition(self.topic.name, number) for number in self.assigned])
+    def _hold(self) -> None:
+        if fresh := self._in_hand.keys() - self._held:
+            self._held |= fresh
+            self._pause(fresh)
+
+    def _pause(self, numbers: Iterable[int]) -> None:
+        self.consumer.pause([TopicPartition(self.topic.name, number) for number in numbers])
 
     def _resume(self) -> None:
         self.consumer.resume([TopicPartition(self.topic.name, number) for number in self.assigned])
@@ -213,16 +249,23 @@ class RecordSource:
         for partition in partitions:
             self.assigned[partition.partition] = None
             self._committed.pop(partition.partition, None)
+            self._behind[partition.partition] = _now_ms()
         consumer.incremental_assign(partitions)
-        if self._paused or self._unsure:
-            self._pause()
+        if self._unsure:
+            self._pause(self.assigned)
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for partition in partitions:
             self.assigned.pop(partition.partition, None)
-            self._ends.discard(partition.partition)
+            self._in_hand.pop(partition.partition, None)
+            self._behind.pop(partition.partition, None)
             self._moved.add(partition.partition)
         self._carried = [record for record in self._carried if record.position.partition in self.assigned]
-        if self._paused or self._unsure:  # the client remembers it: what comes back to us one day would never be read
+        if self._held or self._unsure:  # the client remembers it: what comes back to us one day would never be read
             consumer.resume(partitions)
+        self._held -= {partition.partition for partition in partitions}
         consumer.incremental_unassign(partitions)
+
+
+def _now_ms() -> float:
+    return time.time() * 1000

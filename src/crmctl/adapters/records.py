@@ -1,6 +1,7 @@
 """A Kafka record as it is in its topic, byte for byte, and what the cluster says of the topic."""
 
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple, TypeVar, cast
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicCollection
 from confluent_kafka.admin import AdminClient
@@ -9,7 +10,12 @@ from crmctl.adapters import kafka
 from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import ConfigurationError
 
+T = TypeVar("T")
+
 Headers = tuple[tuple[str, bytes | None], ...]
+
+# Records are kept, written and sent on in portions of so many bytes, or of one record that has more.
+PORTION_BYTES: Final = 8 * 1024 * 1024
 
 
 class RawRecord(NamedTuple):
@@ -22,6 +28,13 @@ class RawRecord(NamedTuple):
     headers: Headers
     timestamp_ms: int
 
+    def size(self) -> int:
+        """Bytes of its key, value and headers."""
+        size = len(self.key or b"") + len(self.value or b"")
+        for name, value in self.headers:
+            size += len(name) + len(value or b"")
+        return size
+
 
 class Topic(NamedTuple):
     """What the cluster says of a topic: its id changes when the topic is re-created."""
@@ -29,6 +42,21 @@ class Topic(NamedTuple):
     name: str
     id: str = ""
     partition_count: int = 0
+
+
+def portions(items: Iterable[T], size: Callable[[T], int], limit: int = PORTION_BYTES) -> Iterator[list[T]]:
+    """Split into lists of at most `limit` bytes each, or of a single larger item."""
+    portion: list[T] = []
+    total = 0
+    for item in items:
+        bytes_ = size(item)
+        if portion and total + bytes_ > limit:
+            yield portion
+            portion, total = [], 0
+        portion.append(item)
+        total += bytes_
+    if portion:
+        yield portion
 
 
 def describe_topic(admin: AdminClient, name: str, seconds: float) -> Topic:
@@ -44,7 +72,7 @@ def describe_topic(admin: AdminClient, name: str, seconds: float) -> Topic:
             raise ConfigurationError(
                 f"topic {name} does not exist", hint="its owner creates it; see crmctl topics check"
             ) from None
-        raise kafka.unavailable(error.args[0]) from None
+        raise kafka.unavailable(error.args[0], f"DESCRIBE on topic {name}") from None
     return Topic(name, str(description.topic_id), len(description.partitions))
 
 

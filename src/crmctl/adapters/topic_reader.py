@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from confluent_kafka.admin import AdminClient
 
 from crmctl.adapters import groups, kafka
-from crmctl.adapters.records import RawRecord, Topic, describe_topic, raw_record
+from crmctl.adapters.records import PORTION_BYTES, RawRecord, Topic, describe_topic, raw_record
 from crmctl.domain.chat_status import Position
 from crmctl.domain.errors import UnavailableError
 from crmctl.telemetry.logs import Log
@@ -63,7 +63,8 @@ class TopicReader:
     def read(self, at: Offsets, limit: int) -> tuple[list[RawRecord], dict[int, int]]:
         """Read up to `limit` records from `at` on; return them, and where the next call goes on.
 
-        No records: the ends are reached. Raises UnavailableError when the broker is away.
+        Large records are fewer: it takes no more once it has PORTION_BYTES. No records: the ends are reached. Raises
+        UnavailableError when the broker is away, ConfigurationError where reading is forbidden.
         """
         if at != self._at:
             self._at = dict(at)
@@ -71,10 +72,11 @@ class TopicReader:
         records: list[RawRecord] = []
         silent_since = time.monotonic()
         while not records and self.total(self._at):
-            messages = self.consumer.consume(limit, _POLL_SECONDS)
-            for message in messages:
+            silent = True
+            for message in kafka.take(self.consumer, limit, PORTION_BYTES, _POLL_SECONDS):
+                silent = False
                 self._take(message, records)
-            if messages:
+            if not silent:
                 silent_since = time.monotonic()
             elif time.monotonic() - silent_since > _SILENCE_SECONDS:
                 self._ask()
@@ -116,6 +118,8 @@ class TopicReader:
     def _take(self, message: Message, records: list[RawRecord]) -> None:
         number, offset, error = message.partition(), message.offset(), message.error()
         if error is not None and error.code() != KafkaError._PARTITION_EOF:
+            if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise kafka.unavailable(error, f"READ on topic {self.topic.name}")
             if error.fatal() or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise UnavailableError(f"cannot read {self.topic.name} ({kafka.describe(error)})")
             self.log.warning("kafka consumer", reason=kafka.describe(error))

@@ -32,7 +32,7 @@ def consume(
 
     Each batch is one transaction; offsets are committed after it. An event whose deal is missing waits for it
     without delaying others; what can never be applied goes to the dead-letter topic. While PostgreSQL or Kafka is
-    away the consumer waits; with --until-caught-up it exits 69 instead.
+    away the consumer waits; with --until-caught-up, or when its time budget is spent, it exits 69 instead.
 
     \b
     Examples:
@@ -49,8 +49,10 @@ def consume(
             command.report(preview_consumer(command, batch_size), _render_consume)
             return
         from crmctl.cli.consumer import run_consumer
+        from crmctl.cli.run import render_result
 
-        command.report(run_consumer(command, until_caught_up, batch_size, time_budget), _render_consume)
+        document = run_consumer(command, until_caught_up, batch_size, time_budget)
+        command.report(document, lambda result: render_result(result, _render_consume))
 
 
 @app.command()

@@ -53,13 +53,14 @@ def run_consumer(
         kafka.consumer(brokers, log, group=chat.group, **member),
         kafka.admin(brokers, log),
         Topic(chat.topic),
+        chat.group,
         log,
     )
     consumption = Consumption(
         source=source,
         database=command.database(f"crmctl {JOB_NAME}"),
         dead_letters=DeadLetters(dead_letters, chat.dlq_topic, chat.group),
-        metrics=metrics.ChatStatusMetrics(),
+        metrics=metrics.ChatStatusMetrics(lambda: source.oldest_unread_ms),
         tracing=Tracing(),
         log=command.log,
         group=chat.group,
@@ -82,7 +83,8 @@ def run_consumer(
     finally:
         source.close()
         consumption.tracing.close()
-    log.info("run finished", **totals.counts, duration_ms=command.elapsed_ms)
+    paused = totals.pause.document() if totals.pause else {}
+    log.info("run finished", **totals.counts, **paused, duration_ms=command.elapsed_ms)
     return {"job": JOB_NAME, "run_id": run.id, "dry_run": False, **totals.document(), "duration_ms": command.elapsed_ms}
 
 

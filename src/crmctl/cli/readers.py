@@ -13,7 +13,7 @@ def open_topic(command: Command, topic: str, group: str, **options: Any) -> Topi
     Raises UnavailableError, or ConfigurationError if the topic does not exist.
     """
     brokers, log = command.settings.kafka, command.log
-    consumer = kafka.consumer(brokers, log, group=group, enable_partition_eof=True, queued_max_messages_kbytes=16_384)
+    consumer = kafka.consumer(brokers, log, group=group, enable_partition_eof=True)
     return TopicReader.open(consumer, kafka.admin(brokers, log), topic, log, **options)
 
 

@@ -73,7 +73,9 @@ def run_job(command: Command, job: Job[O, P], options: O, view: View, plan: Plan
     command.log.info("run finished", **progress.counts(), **paused, duration_ms=command.elapsed_ms)
     if not plan.follow:
         document = {"job": job.name, "run_id": run.id, "dry_run": plan.dry_run, **progress.document(), **paused}
-        command.report({**document, "duration_ms": command.elapsed_ms}, lambda result: _render(result, view))
+        command.report(
+            {**document, "duration_ms": command.elapsed_ms}, lambda result: render_result(result, view.render)
+        )
     command.exit(Exit.NEEDS_PERSON if view.strict and progress.needs_person else Exit.OK)
 
 
@@ -309,10 +311,10 @@ class _Runner(Generic[O, P]):
         self._command.log.warning("retrying the transaction", attempt=state.attempt_number, reason=reason)
 
 
-def _render(document: Mapping[str, Any], view: View) -> str:
+def render_result(document: Mapping[str, Any], render: Callable[[Mapping[str, Any]], str]) -> str:
     """The result; where the run was kept from its work: by what, and then what it had done before that."""
     if document.get("skipped") is None:
-        return view.render(document)
+        return render(document)
     if "paused_by" in document:
         text = output.fields(
             {
@@ -325,7 +327,7 @@ def _render(document: Mapping[str, Any], view: View) -> str:
         )
     else:
         text = f"Skipped: {document['skipped']} by another run of {document['job']}.\n"
-    return f"{text}\n{view.render(document)}" if document.get("batches") else text
+    return f"{text}\n{render(document)}" if document.get("batches") else text
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

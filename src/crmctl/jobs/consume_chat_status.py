@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 import psycopg
 
 from crmctl.adapters import postgres
-from crmctl.adapters.dead_letters import DeadLetters
+from crmctl.adapters.dead_letters import DeadLetters, Letter, Stopped
 from crmctl.adapters.postgres import Database, Transaction
 from crmctl.adapters.record_source import RecordSource
 from crmctl.adapters.records import RawRecord
@@ -42,7 +42,6 @@ from crmctl.telemetry.metrics import ChatStatusMetrics
 from crmctl.telemetry.tracing import Tracing
 
 T = TypeVar("T")
-Letter = tuple[RawRecord, ErrorCode, str, int]
 
 JOB_NAME: Final = "consume-chat-status"
 _POLL_SECONDS: Final = 0.2
@@ -119,10 +118,14 @@ class Consumption:
             self._consume()
         except JobPausedError as paused:
             self.totals.pause = paused.pause
-        except (UnavailableError, TryAgainError):
-            # Told to stop while it waited for Kafka.
-            if self.options.until_caught_up or not self.run.stopping():
+            if not self._paused:
+                self.log.warning("paused", **paused.pause.document())
+        except Stopped:
+            self.log.info("stopped with a batch in hand")
+        except (UnavailableError, TryAgainError) as error:
+            if not self.run.stopping():
                 raise
+            self.log.warning("stopped while it could not go on", reason=error.message)
         return self.totals
 
     def _consume(self) -> None:
@@ -154,15 +157,17 @@ class Consumption:
             except (UnavailableError, TryAgainError) as error:
                 if self.options.until_caught_up or self.run.stopping() or self.run.budget.spent:
                     raise
-                self.log.warning("waiting to try again", reason=error.message, seconds=pause)
-                wait(pause)
+                seconds = self.run.budget.cap(pause)
+                self.log.warning("waiting to try again", reason=error.message, seconds=seconds)
+                wait(seconds)
                 pause = min(_LONGEST_PAUSE, pause * 2)
 
     def _handle(self, records: Sequence[RawRecord]) -> int:
-        """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided."""
+        """Carry one batch through, however long PostgreSQL or Kafka is away; return how much was decided.
+
+        Raises Stopped where a signal comes before that: nothing may be committed any more, the batch is read again.
+        """
         started, decided = time.monotonic(), 0
-        if records and self.metrics.oldest_unread_ms is None:
-            self.metrics.oldest_unread_ms = records[0].timestamp_ms
         batch, malformed = self._decode(records)
         condemned: dict[Position, tuple[ErrorCode, str]] = {}
         pause = 1.0
@@ -170,7 +175,7 @@ class Consumption:
             try:
                 if malformed:
                     self._check_pause()
-                    self._write_letters(malformed, {})
+                    self._write_letters(malformed, {}, condemned)
                     malformed = []
                 if batch is not None:
                     decided = self._apply(batch, condemned)
@@ -179,12 +184,15 @@ class Consumption:
                 break
             except (JobPausedError, psycopg.Error, UnavailableError, TryAgainError) as error:
                 pause = self._wait_out(error, pause)
-                if self.run.stopping() or (self._paused and self.run.budget.spent):
-                    return decided
+                if self.run.stopping():
+                    raise Stopped from None
                 moved = self.source.take_moved()
                 batch = None if batch is None else _without(batch, moved)
-                malformed = [letter for letter in malformed if letter[0].position.partition not in moved]
-        self.metrics.oldest_unread_ms = None if self.source.idle or not records else records[-1].timestamp_ms
+                malformed = [
+                    letter
+                    for letter in malformed
+                    if letter[0].position.partition not in moved and letter[0].position not in condemned
+                ]
         if records:
             self.metrics.consume_duration_ms.observe((time.monotonic() - started) * 1000)
         return decided
@@ -205,20 +213,22 @@ class Consumption:
 
         Raises what cannot be waited for, and everything when the run is to end anyway.
         """
+        ending = self.options.until_caught_up or self.run.budget.spent
         if isinstance(error, JobPausedError):
-            if self.options.until_caught_up:
+            if ending:
                 raise error
             if not self._paused:
                 self._paused = True
                 self.log.warning("paused", **error.pause.document())
-            self.source.hold(_PAUSED_SECONDS, lambda: self.run.stopping() or self.run.budget.spent)
+            self.source.hold(self.run.budget.cap(_PAUSED_SECONDS), self.run.stopping)
             return seconds
         failure = postgres.translate(error) if isinstance(error, psycopg.Error) else error
-        if not isinstance(failure, UnavailableError | TryAgainError) or self.options.until_caught_up:
+        if not isinstance(failure, UnavailableError | TryAgainError) or ending:
             raise error
-        self.log.warning("waiting to try again", reason=failure.message, seconds=seconds)
+        capped = self.run.budget.cap(seconds)
+        self.log.warning("waiting to try again", reason=failure.message, seconds=capped)
         self.database.close()
-        self.source.hold(seconds, self.run.stopping)
+        self.source.hold(capped, self.run.stopping)
         return min(_LONGEST_PAUSE, seconds * 2)
 
     def _decode(self, records: Iterable[RawRecord]) -> tuple[Batch | None, list[Letter]]:
@@ -238,8 +248,21 @@ class Consumption:
             raws[record.position] = record
         return Batch(tuple(events), raws), malformed
 
-    def _write_letters(self, letters: Sequence[Letter], events: Mapping[Position, Event]) -> None:
-        self.dead_letters.write(list(letters), self.run.stopping)
+    def _write_letters(
+        self,
+        letters: Sequence[Letter],
+        events: Mapping[Position, Event],
+        condemned: dict[Position, tuple[ErrorCode, str]],
+    ) -> None:
+        """Write dead letters; those that are there are condemned, so that only the others are written again."""
+
+        def acknowledged(written: Sequence[Letter]) -> None:
+            condemned.update({record.position: (code, reason) for record, code, reason, _ in written})
+            self._count_letters(written, events)
+
+        self.dead_letters.write(letters, self.run.stopping, acknowledged)
+
+    def _count_letters(self, letters: Sequence[Letter], events: Mapping[Position, Event]) -> None:
         self.metrics.dlq.inc(len(letters))
         for record, code, reason, attempts in letters:
             event = events.get(record.position)  # None: it is malformed
@@ -270,8 +293,8 @@ class Consumption:
             except DeadLettersFirst as first:
                 self.database.rollback()
                 letters = [(raw, d.code or ErrorCode.APPLY_FAILED, d.reason, d.attempts) for raw, d in first.letters]
-                self._write_letters(letters, {raw.position: decision.event for raw, decision in first.letters})
-                condemned |= {raw.position: (code, reason) for raw, code, reason, _ in letters}
+                events = {raw.position: decision.event for raw, decision in first.letters}
+                self._write_letters(letters, events, condemned)
             except BaseException:
                 self._rollback()
                 raise

@@ -24,6 +24,10 @@ class Budget:
         """Whether no further work should be started."""
         return self._end is not None and self._clock() >= self._end
 
+    def cap(self, seconds: float) -> float:
+        """So many seconds, or as many as are left where that is less."""
+        return seconds if self._end is None else max(0.0, min(seconds, self._end - self._clock()))
+
 
 def _never() -> bool:
     return False

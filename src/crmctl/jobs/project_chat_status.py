@@ -21,22 +21,23 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from crmctl.adapters.postgres import Transaction, array_literal, describe, is_data_error
-from crmctl.adapters.records import RawRecord
+from crmctl.adapters.records import RawRecord, portions
 from crmctl.domain.chat_status import Deal, Decision, Deferred, ErrorCode, Event, Outcome, Plan, Position, plan
 from crmctl.domain.chat_status_decoding import decode
 from crmctl.sql import load
 
 STATEMENTS: Final = load("consume_chat_status")
 MARK_PREFIX: Final = "crm:deal-chat-status:"
+_DEFERRED_BYTES: Final = 2 * 1024 * 1024
 _MARKED: Final = frozenset({Outcome.APPLIED, Outcome.STALE, Outcome.SOFT_DELETED})
 
 
 class DeadLettersFirst(Exception):  # noqa: N818  a signal to the caller, not an error
-    """The batch has dead letters that are not written yet; roll back, write them, run it again."""
+    """The batch has dead letters that are not written yet, here are some MB of them; write them, run it again."""
 
-    def __init__(self, decisions: Sequence[Decision], raws: Mapping[Position, RawRecord]) -> None:
-        super().__init__(f"{len(decisions)} dead letters")
-        self.letters = [(raws[d.event.position], d) for d in decisions]
+    def __init__(self, letters: Sequence[tuple[RawRecord, Decision]]) -> None:
+        super().__init__(f"{len(letters)} dead letters")
+        self.letters = letters
 
 
 class WriteRefused(Exception):  # noqa: N818  a signal to the caller, not an error
@@ -72,8 +73,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """The events that wait for some deals, and how many bytes each one's record has, which stays in the database."""
+
     deferred: dict[Position, Deferred]
-    raws: dict[Position, RawRecord]
+    sizes: dict[Position, int]
 
 
 def project(
@@ -101,13 +104,12 @@ def project(
     waiting = _waiting(tx, deal_ids)
     seen = _marks(tx, batch.events, waiting=True)
     decided = plan(batch.events, waiting.deferred.values(), deals, seen, now, condemned)
-    raws = {**batch.raws, **waiting.raws}
     if new := [letter for letter in decided.dead_letters if letter.event.position not in condemned]:
-        raise DeadLettersFirst(new, raws)
+        raise DeadLettersFirst(_letters(tx, new, batch.raws, waiting))
     try:
-        _write_or_blame(tx, scope, decided, waiting, raws)
+        _write_or_blame(tx, scope, decided, waiting, batch.raws)
     except WriteRefused as refused:
-        raise DeadLettersFirst(refused.decisions, raws) from None
+        raise DeadLettersFirst(_letters(tx, refused.decisions, batch.raws, waiting)) from None
     return decided
 
 
@@ -205,15 +207,36 @@ def _marks(tx: Transaction, events: Sequence[Event], *, waiting: bool) -> set[st
 
 def _waiting(tx: Transaction, deal_ids: str) -> _Waiting:
     waiting = _Waiting({}, {})
-    for row in tx.all(STATEMENTS["deferred"], {"deal_ids": deal_ids}):
+    for row in tx.each(STATEMENTS["deferred"], {"deal_ids": deal_ids}):
         position = Position(row["topic_id"], row["partition"], row["offset"])
-        headers = tuple((name, None if text is None else base64.b64decode(text)) for name, text in row["headers"])
-        waiting.raws[position] = RawRecord(
-            position, row["topic"], row["key"], row["value"], headers, row["timestamp_ms"]
-        )
         event = decode(row["value"], position)
         waiting.deferred[position] = Deferred(event, row["attempts"], row["next_attempt_at"])
+        waiting.sizes[position] = row["size"]
     return waiting
+
+
+def _letters(
+    tx: Transaction, decisions: Sequence[Decision], raws: Mapping[Position, RawRecord], waiting: _Waiting
+) -> list[tuple[RawRecord, Decision]]:
+    """The first of the dead letters, as many as make a portion, with their records."""
+
+    def size(decision: Decision) -> int:
+        position = decision.event.position
+        return raws[position].size() if position in raws else waiting.sizes[position]
+
+    first = next(portions(decisions, size))
+    deferred = [d.event.position for d in first if d.event.position not in raws]
+    found = {**raws, **_deferred_records(tx, deferred)}
+    return [(found[d.event.position], d) for d in first]
+
+
+def _deferred_records(tx: Transaction, positions: Sequence[Position]) -> dict[Position, RawRecord]:
+    found: dict[Position, RawRecord] = {}
+    for row in tx.all(STATEMENTS["deferred_records"], _position_arrays(positions)):
+        position = Position(row["topic_id"], row["partition"], row["offset"])
+        headers = tuple((name, None if text is None else base64.b64decode(text)) for name, text in row["headers"])
+        found[position] = RawRecord(position, row["topic"], row["key"], row["value"], headers, row["timestamp_ms"])
+    return found
 
 
 def _write(
@@ -227,11 +250,18 @@ def _write(
         if d.outcome not in (Outcome.DEFERRED, Outcome.DUPLICATE) and d.event.position in waiting.deferred
     ]
     if marks or done or decided.deals:
-        arrays = {**_deal_arrays(decided), "mark_keys": marks, **_done_arrays(done)}
+        dones = {f"done_{name}": values for name, values in _position_arrays(done).items()}
+        arrays = {**_deal_arrays(decided), "mark_keys": marks, **dones}
         tx.execute(STATEMENTS["write"], {name: array_literal(values) for name, values in arrays.items()})
+    if scope is None:
+        return
     deferred = [d for d in decisions if d.outcome is Outcome.DEFERRED]
-    if deferred and scope is not None:
-        tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(deferred, raws)})
+    if again := [d for d in deferred if d.event.position in waiting.deferred]:
+        tx.execute(STATEMENTS["postpone"], _retry_arrays(again))
+    new = [d for d in deferred if d.event.position not in waiting.deferred]
+    # In the text of a statement, and in what is made of it, a record is many times as long as it is.
+    for portion in portions(new, lambda d: raws[d.event.position].size(), _DEFERRED_BYTES):
+        tx.execute(STATEMENTS["defer"], {"topic": scope.topic, **_deferred_arrays(portion, raws)})
 
 
 def _deal_arrays(decided: Plan) -> dict[str, list[Any]]:
@@ -247,21 +277,27 @@ def _deal_arrays(decided: Plan) -> dict[str, list[Any]]:
     }
 
 
-def _done_arrays(done: Iterable[Position]) -> dict[str, list[Any]]:
-    positions = list(done)
+def _position_arrays(positions: Iterable[Position]) -> dict[str, list[Any]]:
+    found = list(positions)
     return {
-        "done_topic_ids": [position.topic_id for position in positions],
-        "done_partitions": [position.partition for position in positions],
-        "done_offsets": [position.offset for position in positions],
+        "topic_ids": [position.topic_id for position in found],
+        "partitions": [position.partition for position in found],
+        "offsets": [position.offset for position in found],
+    }
+
+
+def _retry_arrays(decisions: Sequence[Decision]) -> dict[str, list[Any]]:
+    return {
+        **_position_arrays(d.event.position for d in decisions),
+        "attempts": [d.attempts for d in decisions],
+        "next_attempts_at": [d.next_attempt_at for d in decisions],
     }
 
 
 def _deferred_arrays(decisions: Sequence[Decision], raws: Mapping[Position, RawRecord]) -> dict[str, list[Any]]:
     records = [raws[d.event.position] for d in decisions]
     return {
-        "topic_ids": [d.event.position.topic_id for d in decisions],
-        "partitions": [d.event.position.partition for d in decisions],
-        "offsets": [d.event.position.offset for d in decisions],
+        **_retry_arrays(decisions),
         "message_ids": [d.event.message_id for d in decisions],
         "deal_ids": [d.event.deal_id for d in decisions],
         "keys": [record.key for record in records],
@@ -271,8 +307,6 @@ def _deferred_arrays(decisions: Sequence[Decision], raws: Mapping[Position, RawR
             for record in records
         ],
         "timestamps": [record.timestamp_ms for record in records],
-        "attempts": [d.attempts for d in decisions],
-        "next_attempts_at": [d.next_attempt_at for d in decisions],
     }
 
 

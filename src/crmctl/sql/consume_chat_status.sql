@@ -68,11 +68,21 @@ where %(waiting)s::boolean
     and d.message_id = any(%(message_ids)s::uuid[])
 
 -- name: deferred
--- Everything that waits for one of the deals. Uses ix_deferred_messages_deal.
-select m.topic_id, m.partition, m."offset", m.topic, m.key, m.value, m.headers, m.timestamp_ms, m.attempts,
-       m.next_attempt_at
+-- Everything that waits for one of the deals, and the size of its record. Uses ix_deferred_messages_deal.
+select m.topic_id, m.partition, m."offset", m.value, m.attempts, m.next_attempt_at,
+       length(m.value) + coalesce(length(m.key), 0) + length(m.headers::text) as size
 from crm.deferred_messages m
 where m.deal_id = any(%(deal_ids)s::uuid[])
+
+-- name: deferred_records
+-- Deferred events as they were in their topic. By primary key.
+select m.topic_id, m.partition, m."offset", m.topic, m.key, m.value, m.headers, m.timestamp_ms
+from crm.deferred_messages m
+join unnest(%(topic_ids)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[])
+    as u (topic_id, partition, position)
+    on m.topic_id = u.topic_id
+    and m.partition = u.partition
+    and m."offset" = u.position
 
 -- name: write
 -- The whole batch in one statement: the projection (that column and updated_at, never the version), the positions,
@@ -133,6 +143,16 @@ from unnest(
     %(deal_ids)s::uuid[], %(keys)s::bytea[], %(values)s::bytea[], %(headers)s::jsonb[], %(timestamps)s::bigint[],
     %(attempts)s::integer[], %(next_attempts_at)s::timestamptz[]
 ) as u (topic_id, partition, position, message_id, deal_id, key, value, headers, timestamp_ms, attempts, next_attempt_at)
-on conflict (topic_id, partition, "offset") do update
-set attempts = excluded.attempts,
-    next_attempt_at = excluded.next_attempt_at
+
+-- name: postpone
+-- Events whose deal is still missing: when they are tried again. By primary key.
+update crm.deferred_messages m
+set attempts = u.attempts,
+    next_attempt_at = u.next_attempt_at
+from unnest(
+    %(topic_ids)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[], %(attempts)s::integer[],
+    %(next_attempts_at)s::timestamptz[]
+) as u (topic_id, partition, position, attempts, next_attempt_at)
+where m.topic_id = u.topic_id
+    and m.partition = u.partition
+    and m."offset" = u.position

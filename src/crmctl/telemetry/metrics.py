@@ -15,9 +15,13 @@ _BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 1
 
 
 class ChatStatusMetrics:
-    """What the consumer counts, after each commit."""
+    """What the consumer counts, after each commit.
 
-    def __init__(self) -> None:
+    `oldest_unread_ms` gives Kafka's timestamp of the oldest record that is not handled, None when there is none. It is
+    asked from the thread that serves the metrics.
+    """
+
+    def __init__(self, oldest_unread_ms: Callable[[], float | None] = lambda: None) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # one series for each counter, not two
         self.registry = CollectorRegistry()
         self.consume_duration_ms = Histogram(
@@ -36,8 +40,7 @@ class ChatStatusMetrics:
         self.duplicates = self._counter("duplicates", "Events whose MessageId was done before")
         self.dlq = self._counter("dlq", "Events written to the dead-letter topic")
         self.contract_mismatch = self._counter("contract_mismatch", "Events whose ContractVersion is not 1")
-        # Kafka's timestamp (ms) of the oldest record that is not handled; None when everything is.
-        self.oldest_unread_ms: float | None = None
+        self._oldest_unread_ms = oldest_unread_ms
         lag = Gauge(
             "crm_messenger_consumer_lag_seconds",
             "Seconds since the Kafka timestamp of the oldest unread record",
@@ -47,7 +50,8 @@ class ChatStatusMetrics:
 
     def lag_seconds(self) -> float:
         """The lag now; it grows while nothing is handled."""
-        return 0.0 if self.oldest_unread_ms is None else max(0.0, time.time() - self.oldest_unread_ms / 1000)
+        oldest = self._oldest_unread_ms()
+        return 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
 
     def _counter(self, name: str, documentation: str) -> Counter:
         return Counter(f"crm_chat_status_{name}_total", documentation, registry=self.registry)
