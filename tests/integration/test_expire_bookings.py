@@ -198,6 +198,15 @@ class TestEnvelope:
             assert event["attempts"] == 0
         assert Counter(event["key"] for event in found) == Counter(str(booking_id) for booking_id in ids)
 
+    def test_ids_are_in_the_order_of_time_where_postgresql_can_make_them(
+        self, database: Database, connection: Connection
+    ) -> None:
+        insert_queue(connection, 3)
+        expire(database, "--drain", "--batch-size", "1")
+        expected = 7 if connection.info.server_version >= 180_000 else 4
+        rows = [*events(connection), *timeline(connection)]
+        assert [row["id"].version for row in rows] == [expected] * 6
+
     def test_the_callers_trace_goes_on_in_the_event(self, database: Database, connection: Connection) -> None:
         insert_due(connection)
         trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -14,7 +14,7 @@ SCHEMA: Final = "crm"
 VERSION_TABLE: Final = "crmctl_schema_version"
 
 REVISIONS: Final[dict[str, tuple[str, ...]]] = {
-    "core": ("core_0001",),
+    "core": ("core_0001", "core_0002"),
     "bookkeeping": (
         "bookkeeping_0001",
         "bookkeeping_0002",
