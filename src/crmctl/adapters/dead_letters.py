@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Final
-from uuid import uuid4
 
 from crmctl.adapters.publisher import Publisher, Record
 from crmctl.adapters.records import RawRecord, portions
@@ -84,4 +83,4 @@ class DeadLetters:
         original = tuple(header for header in raw.headers if header[0] not in HEADERS)
         ours = tuple((name, value.encode()) for name, value in zip(HEADERS, values, strict=True))
         # All travel together: the idempotent producer keeps the order of a key, and a refusal ends the batch anyway.
-        return Record(uuid4(), str(raw.position), self._topic, raw.key, raw.value, original + ours)
+        return Record(str(raw.position), str(raw.position), self._topic, raw.key, raw.value, original + ours)

@@ -9,8 +9,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-from uuid import UUID
+from functools import partial
+from typing import Final, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -26,11 +26,10 @@ _SLICE_SECONDS: Final = 0.1
 _STOPPING_SECONDS: Final = 2.5
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One record to send; `id` names it in the report, `order` is the key within which order holds."""
 
-    id: UUID
+    id: str
     order: str
     topic: str
     key: bytes | None
@@ -46,8 +45,8 @@ class Report:
     to be sent again.
     """
 
-    delivered: list[UUID] = field(default_factory=list)
-    refused: dict[UUID, str] = field(default_factory=dict)
+    delivered: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     unknown: int = 0
     outage: CrmctlError | None = None
 
@@ -79,9 +78,11 @@ class Publisher:
         Raises nothing that the cluster does: an outage is in the report, with what was delivered before it.
         """
         report = Report()
-        queues: dict[str, deque[Record]] = defaultdict(deque)
+        first: dict[str, Record] = {}
+        later: dict[str, deque[Record]] = defaultdict(deque)
         for record in records:
-            queues[record.order].append(record)
+            if first.setdefault(record.order, record) is not record:
+                later[record.order].append(record)
         end = self._clock() + _WAVES_SECONDS
 
         def go_on() -> bool:
@@ -89,10 +90,11 @@ class Publisher:
 
         try:
             producer = self._ready({record.topic for record in records}, stopping)
-            while queues and go_on():
-                wave = [queue.popleft() for queue in queues.values()]
+            wave = list(first.values())
+            while wave and go_on():
                 delivered = self._send_wave(producer, wave, report, stopping, go_on)
-                queues = {order: queue for order, queue in queues.items() if order in delivered and queue}
+                later = {order: queue for order, queue in later.items() if order in delivered and queue}
+                wave = [queue.popleft() for queue in later.values()]
         except CrmctlError as error:
             report.outage = error
         if report.broken_off:
@@ -125,14 +127,16 @@ class Publisher:
         together are sent again one by one, and only then are they refused. What there is no time for is left.
         """
         known = [record for record in wave if record.topic in self._topics]
-        for record in wave:
-            if record.topic not in self._topics:
-                report.refused[record.id] = f"UNKNOWN_TOPIC_OR_PART: topic {record.topic} does not exist"
+        if len(known) < len(wave):
+            for record in wave:
+                if record.topic not in self._topics:
+                    report.refused[record.id] = f"UNKNOWN_TOPIC_OR_PART: topic {record.topic} does not exist"
         together = self._send(producer, known, report, stopping)
         if len(known) == 1:
             report.refused |= together.refused
-            return together.delivered
         delivered = together.delivered
+        if len(known) == 1 or not together.refused:
+            return delivered
         for record in known:
             if record.id in together.refused and go_on():
                 alone = self._send(producer, [record], report, stopping)
@@ -175,10 +179,11 @@ class _Flight:
         self._report = report
         self.unreported = 0
         self.delivered: set[str] = set()
-        self.refused: dict[UUID, str] = {}
+        self.refused: dict[str, str] = {}
 
     def send(self, producer: Producer, record: Record) -> None:
         """Hand a record to the producer, waiting while its queue is full; not after an outage."""
+        on_delivery = partial(self._note, record)
         while self._report.outage is None:
             try:
                 producer.produce(
@@ -186,7 +191,7 @@ class _Flight:
                     value=record.value,
                     key=record.key,
                     headers=list(record.headers),
-                    on_delivery=lambda error, _message: self._note(record, error),
+                    on_delivery=on_delivery,
                 )
             except BufferError:
                 producer.poll(_SLICE_SECONDS)
@@ -197,7 +202,7 @@ class _Flight:
                 self.unreported += 1
                 return
 
-    def _note(self, record: Record, error: KafkaError | None) -> None:
+    def _note(self, record: Record, error: KafkaError | None, _message: object) -> None:
         self.unreported -= 1
         if error is None:
             self.delivered.add(record.order)

@@ -1,5 +1,6 @@
 """`crmctl outbox …`: relay, list."""
 
+import gc
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any
@@ -48,6 +49,8 @@ def relay(
         from crmctl.jobs import relay_outbox
 
         command.use_database(database)
+        # What is loaded by now stays; the collector need not walk through it again with every few batches.
+        gc.freeze()
         publisher = Publisher(lambda: kafka.producer(command.settings.kafka, command.log))
         run_job(
             command,

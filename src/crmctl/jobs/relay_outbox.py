@@ -18,6 +18,7 @@ is no cursor: a row that took an early position and commits late is simply the n
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Final
 
 import orjson
@@ -120,7 +121,7 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
         else:
             report = publisher.publish([_record(row) for row in rows], run.stopping)
         delivered = set(report.delivered)
-        refused = tuple((str(message_id), error) for message_id, error in report.refused.items())
+        refused = tuple(report.refused.items())
         released = {_aggregate(row) for row in retries if row["id"] in delivered}
         marked = _mark(tx, retries, fresh, report, released)
         followers = any(row["held"] and _aggregate(row) in released for row in fresh)
@@ -150,14 +151,14 @@ def job(publisher: Publisher) -> Job[Options, Progress]:
 
 
 def _record(row: DictRow) -> Record:
-    return Record(
-        id=row["id"],
-        order=f"{row['aggregate_type']}/{row['aggregate_id']}",
-        topic=row["topic"],
-        key=row["key"].encode(),
-        value=envelope(row),
-        headers=tuple([(name, str(value).encode()) for name, value in orjson.loads(row["headers"]).items()]),
-    )
+    order = f"{row['aggregate_type']}/{row['aggregate_id']}"
+    return Record(row["id"], order, row["topic"], row["key"].encode(), envelope(row), _headers(row["headers"]))
+
+
+@lru_cache(maxsize=1024)
+def _headers(text: str) -> tuple[tuple[str, bytes], ...]:
+    """The headers of a row; the events of a run share them."""
+    return tuple((name, str(value).encode()) for name, value in orjson.loads(text).items())
 
 
 def _mark(

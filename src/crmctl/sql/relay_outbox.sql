@@ -5,7 +5,7 @@ select pg_try_advisory_xact_lock(%(lock)s) as taken
 -- name: select_retries
 -- Held aggregates whose pause is over: of each, the first unpublished row only. Walks
 -- ix_outbox_messages_next_attempt_at and probes ix_outbox_messages_held.
-select o.id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
+select o.id::text as id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
        to_json(o.created_at) #>> '{}' as created_at,
        o.payload::text as payload,
        o.headers::text as headers,
@@ -30,7 +30,7 @@ limit %(limit)s
 -- Rows that nothing holds back, in position order: walks ix_outbox_messages_publishable. A row whose aggregate
 -- has become held since it was written is marked `held` (a probe of ix_outbox_messages_held): it is not published
 -- but joins the held ones, and never stands in this queue's way again. Not EXISTS: the planner would hash all held rows.
-select o.id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
+select o.id::text as id, o.aggregate_id, o.topic, o.key, o.aggregate_type, o.contract_version,
        to_json(o.created_at) #>> '{}' as created_at,
        o.payload::text as payload,
        o.headers::text as headers,
