@@ -659,7 +659,9 @@ class TestTheQueriesPlan:
         assert (result.json["published_count"], result.json["has_more"]) == (500, True)
         alone, past_held_rows = column(connection, "select rows_read from public.reads order by run")
         assert 500 <= alone <= 5 * 500, alone
-        assert past_held_rows <= alone + 50
+        # Where nearly every row is held, the planner may look for held ones of an aggregate in the index of all rows;
+        # it then meets the row itself: an entry and a row for each of the 500.
+        assert past_held_rows <= alone + 2 * 500 + 50
         assert {key for record in kafka.read(topic) if (key := record.key)} == {
             f"{prefix}-{n}".encode() for prefix in ("alone", "free") for n in range(1, 501)
         }
