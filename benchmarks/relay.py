@@ -30,7 +30,7 @@ from crmctl.settings import DatabaseSettings, KafkaSettings
 _BATCH: Final = 500
 _UNIT: Final = "messages/s"
 # The naive relay takes seconds for a few hundred rows.
-_NAIVE_SHARE: Final = 40
+_NAIVE_SHARE: Final = 80
 
 _FILL: Final = """
     insert into crm.outbox_messages
