@@ -59,7 +59,7 @@ SCALES: Final = {
             locked=10_000,
             rounds=3,
             startup_runs=21,
-            messages=200_000,
+            messages=100_000,
             events=240_000,
             letters=200_000,
         ),

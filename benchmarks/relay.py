@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import orjson
 import psycopg
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, Message, Producer
 from psycopg.rows import dict_row
 
 from benchmarks.harness import CLEAN_LOG, Figure, Lab, Scale, compare, run_crmctl, say
@@ -30,7 +30,7 @@ from crmctl.settings import DatabaseSettings, KafkaSettings
 _BATCH: Final = 500
 _UNIT: Final = "messages/s"
 # The naive relay takes seconds for a few hundred rows.
-_NAIVE_SHARE: Final = 80
+_NAIVE_SHARE: Final = 40
 
 _FILL: Final = """
     insert into crm.outbox_messages
@@ -116,7 +116,9 @@ def _naive(lab: Lab, url: str, rows: int, settings: KafkaSettings) -> float:
             row = connection.execute(STATEMENTS["select_fresh"].encode(), {"limit": 1}).fetchone()
             if row is None:
                 break
-            producer.produce(row["topic"], value=envelope(row), key=row["key"], headers=_headers(row))
+            producer.produce(
+                row["topic"], value=envelope(row), key=row["key"], headers=_headers(row), on_delivery=_delivered
+            )
             if producer.flush(15):
                 raise RuntimeError("the broker did not answer")
             connection.execute(
@@ -164,7 +166,7 @@ def _producer_alone(lab: Lab, url: str, rows: int, settings: KafkaSettings) -> f
     started = time.perf_counter()
     for begin in range(0, len(records), _BATCH):
         for topic, key, value, headers in records[begin : begin + _BATCH]:
-            producer.produce(topic, value=value, key=key, headers=headers)
+            producer.produce(topic, value=value, key=key, headers=headers, on_delivery=_delivered)
         if producer.flush(15):
             raise RuntimeError("the broker did not answer")
     return rows / (time.perf_counter() - started)
@@ -173,10 +175,15 @@ def _producer_alone(lab: Lab, url: str, rows: int, settings: KafkaSettings) -> f
 def _warm_producer(settings: KafkaSettings) -> Producer:
     """The relay's producer, which has its producer id, its connections and its topic: a record is acknowledged."""
     producer = kafka.producer(settings, CLEAN_LOG)
-    producer.produce(BOOKING_EXPIRED_TOPIC.name, value=b"", key=b"")
+    producer.produce(BOOKING_EXPIRED_TOPIC.name, value=b"", key=b"", on_delivery=_delivered)
     if producer.flush(15):
         raise RuntimeError("the broker did not answer")
     return producer
+
+
+def _delivered(error: KafkaError | None, _message: Message) -> None:
+    if error is not None:
+        raise RuntimeError(f"a record was not delivered: {error}")
 
 
 def _headers(row: dict[str, Any]) -> list[tuple[str, str | bytes | None]]:
