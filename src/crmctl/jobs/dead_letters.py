@@ -18,7 +18,12 @@ from crmctl.domain.chat_status import Position
 from crmctl.domain.dead_letters import Letter, Resolution, read_letter
 from crmctl.sql import load
 
-STATEMENTS: Final = load("dead_letters")
+_RAW: Final = load("dead_letters")
+STATEMENTS: Final = {
+    name: statement.format(lost_failures=_RAW["lost_failures"])
+    for name, statement in _RAW.items()
+    if name != "lost_failures"
+}
 # The code of a letter that bears none: without our headers.
 NO_CODE: Final = "none"
 

@@ -88,6 +88,22 @@ set resolution = excluded.resolution,
     resolved_at = now()
 where d.resolution = 'failed'
 
+-- name: lost_failures
+-- Failed letters that the topic holds no more, unless another letter closed their source: a part of the two below.
+from crm.dlq_resolutions r
+left join unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
+    on p.partition = r.partition
+where r.resolution = 'failed'
+    and (r.topic_id <> %(topic_id)s or r."offset" < p.first)
+    and not exists (
+        select
+        from crm.dlq_resolutions c
+        where c.source_topic_id = r.source_topic_id
+            and c.source_partition = r.source_partition
+            and c.source_offset = r.source_offset
+            and c.resolution not in ('failed', 'lost')
+    )
+
 -- name: lost
 -- Letters that are open and that the topic holds no more: those before its first offsets that have no row, whose source
 -- nobody knows any more; and those that failed a replay, there or in an earlier topic of this name, unless another letter
@@ -104,38 +120,14 @@ select (
         and r."offset" < p.first
 ) + (
     select count(*)
-    from crm.dlq_resolutions r
-    left join unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
-        on p.partition = r.partition
-    where r.resolution = 'failed'
-        and (r.topic_id <> %(topic_id)s or r."offset" < p.first)
-        and not exists (
-            select
-            from crm.dlq_resolutions c
-            where c.source_topic_id = r.source_topic_id
-                and c.source_partition = r.source_partition
-                and c.source_offset = r.source_offset
-                and c.resolution not in ('failed', 'lost')
-        )
+    {lost_failures}
 ) as lost_count
 
 -- name: acknowledge_failed
 -- Up to so many of the lost letters that have a row: `lost` from now on, with who says so and why.
 with gone as (
     select r.topic_id, r.partition, r."offset"
-    from crm.dlq_resolutions r
-    left join unnest(%(partitions)s::integer[], %(first)s::bigint[]) as p (partition, first)
-        on p.partition = r.partition
-    where r.resolution = 'failed'
-        and (r.topic_id <> %(topic_id)s or r."offset" < p.first)
-        and not exists (
-            select
-            from crm.dlq_resolutions c
-            where c.source_topic_id = r.source_topic_id
-                and c.source_partition = r.source_partition
-                and c.source_offset = r.source_offset
-                and c.resolution not in ('failed', 'lost')
-        )
+    {lost_failures}
     limit %(limit)s
     for update of r
 ),
