@@ -51,11 +51,11 @@ class Command:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        with self.interrupts.deferred():
-            for connection in self._connections:
-                connection.close()
-            if error is not None and not isinstance(error, typer.Exit):
-                self._fail(error)
+        self.interrupts.settle()
+        for connection in self._connections:
+            connection.close()
+        if error is not None and not isinstance(error, typer.Exit):
+            self._fail(error)
 
     @property
     def elapsed_ms(self) -> int:

@@ -32,7 +32,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.pending: int | None = None
-        self._deferred = 0
+        self._settled = False
 
     def install(self) -> None:
         """Take SIGINT and SIGTERM over, and start the thread that watches from the side."""
@@ -44,28 +44,19 @@ class Interrupts:
         threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Only note a signal that arrives in this block; `check` raises it afterwards."""
-        self._deferred += 1
-        try:
-            yield
-        finally:
-            self._deferred -= 1
-
-    @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within a block where signals are only noted: raise one that was, or that arrives in this inner block."""
-        outside = self._deferred
+        """Once settled: raise a signal that was noted, or that arrives in this block."""
+        outside = self._settled
         try:
-            self._deferred = 0
+            self._settled = False
             self.check()
             yield
         finally:
-            self._deferred = outside
+            self._settled = outside
 
     def settle(self) -> None:
         """Only note every further signal: the outcome stands, and is about to be told."""
-        self._deferred += 1
+        self._settled = True
 
     def check(self) -> None:
         """Raise the signal that was noted, if any."""
@@ -74,7 +65,7 @@ class Interrupts:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self.pending = signum
-        if not self._deferred:
+        if not self._settled:
             raise Interrupted(signum)
 
 
