@@ -9,6 +9,7 @@ import pytest
 from psycopg import sql
 
 from crmctl.adapters import migrations
+from crmctl.dev.bitrix24_portal import Bitrix24StandIn
 from crmctl.dev.postgres import PostgresServer, temporary_server
 from tests.support import Database
 
@@ -60,3 +61,10 @@ def database(postgres_server: PostgresServer, template_database: str) -> Iterato
     database.close()
     with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
         connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def portal() -> Iterator[Bitrix24StandIn]:
+    """Bitrix24, its portals and its OAuth server, on loopback."""
+    with Bitrix24StandIn() as stand_in:
+        yield stand_in

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +35,6 @@ def connection(database: Database) -> psycopg.Connection[Any]:
     connection = database.connect()
     bitrix24_tables.create(connection)
     return connection
-
-
-@pytest.fixture
-def portal() -> Iterator[Bitrix24StandIn]:
-    with Bitrix24StandIn() as stand_in:
-        yield stand_in
 
 
 def sessions(connection: Connection) -> list[Any]:

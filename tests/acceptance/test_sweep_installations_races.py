@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -46,12 +46,6 @@ def connection(database: Database) -> psycopg.Connection[Any]:
     connection = database.connect()
     bitrix24_tables.create(connection)
     return connection
-
-
-@pytest.fixture
-def portal() -> Iterator[Bitrix24StandIn]:
-    with Bitrix24StandIn() as stand_in:
-        yield stand_in
 
 
 def test_a_finish_step_that_commits_between_verification_and_apply_is_left_alone(

@@ -5,7 +5,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,6 @@ def connection(database: Database) -> psycopg.Connection[Any]:
     connection = database.connect()
     bitrix24_tables.create(connection)
     return connection
-
-
-@pytest.fixture
-def portal() -> Iterator[Bitrix24StandIn]:
-    with Bitrix24StandIn() as stand_in:
-        yield stand_in
 
 
 def verdict_of(result: CallResult) -> tuple[str, str, str]:

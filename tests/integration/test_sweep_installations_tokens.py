@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,6 @@ def connection(database: Database) -> psycopg.Connection[Any]:
     connection = database.connect()
     bitrix24_tables.create(connection)
     return connection
-
-
-@pytest.fixture
-def portal() -> Iterator[Bitrix24StandIn]:
-    with Bitrix24StandIn() as stand_in:
-        yield stand_in
 
 
 def expired_pair(
